@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 class AttentionPlan(Protocol):
-    """How the rows of one step attend. It is made once for the step and used in every layer."""
+    """Attention of a step's rows. Made once for the step and used in every layer."""
 
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, span: int) -> torch.Tensor:
-        """Causal attention of every segment over its context; a row sees the last `span` positions up to itself.
+        """Returns the causal attention of every segment over its context; a row sees the last `span` positions.
 
-        `query` [num_tokens, num_heads, head_dim]; `keys` and `values` are a layer's cache
-        [num_slots, num_kv_heads, head_dim], with those of this step in it. Returns the shape of `query`.
+        These end with the row's own. `query` [num_tokens, num_heads, head_dim]; `keys` and `values` are a layer's cache
+        [num_slots, num_kv_heads, head_dim], which already contains those of this step. Returns the shape of `query`.
         """
 
 
@@ -37,7 +37,7 @@ class _View:
 class GatheredAttention:
     """One call for every segment, over keys and values gathered from its blocks.
 
-    The lengths of segments are read back to the host.
+    Reads the lengths of segments back to the host.
     """
 
     def __init__(self, batch: Batch, block_size: int) -> None:

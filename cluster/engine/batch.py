@@ -17,13 +17,12 @@ class Segment:
     """The part of a step that belongs to one sequence: a prefill chunk, a decode token or a verify segment.
 
     `token_ids` are the inputs at positions `num_computed_tokens` and after; the KV of all earlier positions is in
-    the cache. Logits are wanted of the last `num_logits` rows.
+    the cache. The last `num_logits` rows yield logits.
 
-    With `parents` what follows the computed tokens is a tree. Each of its nodes has the index of its parent, which
-    comes before it, or -1; siblings have one position, and a node attends to its ancestors only. No two
-    nodes share a slot: slots are in the order of the nodes, until `ModelRunner.keep` closes the gaps. The step computes
-    all nodes, or, where the tree grows, those of `nodes`, whose tokens `token_ids` then are; their ancestors come
-    before them or are in the cache.
+    With `parents` the tokens after the computed ones form a tree. Each node has the index of its parent, which comes
+    before it, or -1; siblings have one position, and a node attends to its ancestors only. No two nodes share a slot:
+    slots are in the order of the nodes, until `ModelRunner.keep` closes the gaps. The step computes all nodes or, if
+    the tree grows, only `nodes`, whose tokens are `token_ids`; their ancestors come before them or are in the cache.
     """
 
     token_ids: Sequence[int]
@@ -39,13 +38,13 @@ class Segment:
         return self.num_computed_tokens + len(self.token_ids if self.parents is None else self.parents)
 
     def places(self) -> Sequence[int]:
-        """Which slot of the sequence each token has."""
+        """Returns the slot of each token, counted in the sequence."""
         if self.nodes is not None:
             return [self.num_computed_tokens + node for node in self.nodes]
         return range(self.num_computed_tokens, self.num_computed_tokens + len(self.token_ids))
 
     def paths(self) -> list[list[int]]:
-        """For each token of a tree, the nodes from its root to itself."""
+        """Returns, for each token of a tree, the nodes from its root to itself."""
         assert self.parents is not None
         nodes = range(len(self.parents)) if self.nodes is None else self.nodes
         return [path_to(node, self.parents) for node in nodes]
@@ -113,7 +112,7 @@ def pack(segments: Sequence[Segment], block_size: int, device: torch.device) -> 
 
 
 def slots_of(places: Iterable[int], block_table: Sequence[int], block_size: int) -> list[int]:
-    """The slots of a sequence's `places`, counted from its first token."""
+    """Returns the slots of a sequence's `places`, which count from its first token."""
     return [block_table[place // block_size] * block_size + place % block_size for place in places]
 
 

@@ -8,11 +8,11 @@ A block is in one of three states:
 
 A full block of committed tokens is identified by a hash of these and of all tokens before them: SHA-256 over the hash
 of the previous block and the block's token IDs. The first block's previous hash is a root, which separates requests
-that must not share KV. Speculative tokens are never hashed. A shared block is never written, because a sequence writes
-only where its KV is not computed yet.
+that must not share KV. Speculative tokens are never hashed. A shared block is never written, because a sequence only
+writes slots whose KV is not computed yet.
 
 If no block is free, the cached block that was given back first is taken. A table is given back from its end, so that
-the beginnings of sequences, which others are likelier to share, stay longest.
+the beginnings of sequences, which are likelier to be shared, stay longest.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def allocate(self, num_blocks: int) -> list[int] | None:
-        """A block table of `num_blocks` blocks, or None, changing nothing, when fewer are available."""
+        """Returns a block table of `num_blocks` blocks. Returns None and changes nothing if fewer are available."""
         if num_blocks > self.num_available_blocks:
             return None
         return [self._take() for _ in range(num_blocks)]
@@ -77,10 +77,11 @@ class BlockManager:
         root: bytes | None = None,
         uses_cache: bool = True,
     ) -> tuple[list[int], int] | None:
-        """A block table for `num_tokens` tokens that begin with `token_ids`, and how many of these are computed.
+        """Returns a block table for `num_tokens` tokens that begin with `token_ids`, and the number of computed tokens.
 
-        It begins with the longest prefix that was cached under `root`, where it `uses_cache`. The last of `token_ids`
-        is never part of that: its logits are wanted. None, changing nothing, unless `reserve` blocks stay available.
+        If `uses_cache`, it begins with the longest prefix that was cached under `root`. This prefix never includes the
+        last of `token_ids`, whose logits are needed. Returns None and changes nothing unless `reserve` blocks stay
+        available.
         """
         if self.num_available_blocks <= reserve:  # the last token takes a block, so the prefix does not matter
             return None
@@ -99,7 +100,10 @@ class BlockManager:
         return block_table, num_shared * self.block_size
 
     def grow(self, block_table: list[int], num_tokens: int) -> bool:
-        """Extends `block_table` to hold `num_tokens` tokens; False, changing nothing, when blocks are missing."""
+        """Extends `block_table` to hold `num_tokens` tokens.
+
+        Returns False and changes nothing if blocks are missing.
+        """
         num_missing = self.num_blocks_for(num_tokens) - len(block_table)
         if num_missing <= 0:  # the usual case
             return True
@@ -109,7 +113,7 @@ class BlockManager:
         return True
 
     def shrink(self, block_table: list[int], num_tokens: int) -> None:
-        """Takes back the blocks of `block_table` past those that hold `num_tokens` tokens."""
+        """Takes back the blocks of `block_table` after those that hold `num_tokens` tokens."""
         num_kept = self.num_blocks_for(num_tokens)
         beyond = block_table[num_kept:]
         del block_table[num_kept:]
@@ -127,8 +131,10 @@ class BlockManager:
     def cache(
         self, block_table: Sequence[int], token_ids: Sequence[int], num_tokens: int, root: bytes | None = None
     ) -> None:
-        """Lets others with the same `root` share the full blocks of the first `num_tokens` tokens: committed, and their
-        KV computed."""
+        """Lets sequences with the same `root` share the full blocks of the first `num_tokens` tokens.
+
+        These tokens must be committed and their KV computed.
+        """
         hash_of, size = self._hash_of, self.block_size
         num_full = num_hashed = num_tokens // size
         while num_hashed > 0 and hash_of[block_table[num_hashed - 1]] is None:
@@ -143,7 +149,7 @@ class BlockManager:
             self._block_of.setdefault(parent, block)
 
     def readings(self) -> Iterator[Reading]:
-        """The worker's metrics of its KV cache."""
+        """Returns the metrics of the KV cache."""
         yield Reading("outrider_kv_blocks", "Total KV blocks.", self.num_blocks)
         yield Reading("outrider_kv_blocks_used", "KV blocks in use.", self.num_used_blocks)
         yield Reading("outrider_kv_blocks_cached", "Unused KV blocks that hold a prefix.", self.num_cached_blocks)
@@ -154,7 +160,7 @@ class BlockManager:
             yield Reading(f"vllm:prefix_cache_{name}", documentation, value, is_counter=True)
 
     def _cached_prefix(self, token_ids: Sequence[int], root: bytes | None = None) -> list[int]:
-        """The blocks of the longest cached prefix that leaves at least one token."""
+        """Returns the blocks of the longest cached prefix that leaves at least one token."""
         block_table: list[int] = []
         parent = root
         for end in range(self.block_size, len(token_ids), self.block_size):
@@ -166,7 +172,7 @@ class BlockManager:
         return block_table
 
     def _take(self) -> int:
-        """A block with a new owner; what it held is forgotten."""
+        """Returns a block for a new owner; its contents are no longer cached."""
         if self._free:
             block = self._free.pop()
         else:
@@ -188,5 +194,5 @@ class BlockManager:
 
 
 def _hash(parent: bytes | None, token_ids: Sequence[int]) -> bytes:
-    """The hash of a full block that follows the one with the hash `parent`."""
+    """Returns the hash of a full block whose previous block has the hash `parent`."""
     return hashlib.sha256((parent or b"") + array("q", token_ids).tobytes()).digest()

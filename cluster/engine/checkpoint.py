@@ -1,4 +1,4 @@
-"""The tensors of a Hugging Face folder, in one or several .safetensors."""
+"""Reads the tensors of a Hugging Face folder, from one or several .safetensors."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class TensorReader:
         self._has_warned = False
 
     def read(self, parts: Sequence[tuple[str, int]], *inner: int) -> torch.Tensor:
-        """The tensors `parts` (name, rows), [rows, *inner] each, one below the other.
+        """Returns the tensors `parts` (name, rows), [rows, *inner] each, stacked by rows.
 
-        They are copied out of the map once, converted on the way: what is returned does not hold on to the files.
+        They are copied out of the map once and converted on the way, so the result does not keep the files open.
         """
         sizes = [rows for _, rows in parts]
         stacked = torch.empty(sum(sizes), *inner, dtype=self._dtype, device=self._device)

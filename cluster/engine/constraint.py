@@ -21,7 +21,7 @@ _MAX_STEP_SECONDS = 0.1
 
 
 class TokenConstraint:
-    """The constraints of one sequence, and how far its text has come in its grammar.
+    """The constraints of one sequence, and the position of its text in its grammar.
 
     A row of bits has 32 tokens to an int32, the lowest bit first; a set bit allows its token.
     """
@@ -53,7 +53,7 @@ class TokenConstraint:
         end_token_ids: Iterable[int],
         generated: Sequence[int],
     ) -> TokenConstraint | None:
-        """After the tokens `generated` elsewhere; None where nothing is constrained."""
+        """Returns the constraint after the tokens `generated` elsewhere; None if nothing is constrained."""
         if constraints == UNCONSTRAINED:
             return None
         matcher = None if grammar is None else grammar.new_matcher()
@@ -64,23 +64,23 @@ class TokenConstraint:
 
     @property
     def num_generated(self) -> int:
-        """Tokens that were committed."""
+        """Number of committed tokens."""
         return len(self._generated)
 
     @property
     def is_complete(self) -> bool:
-        """Returns whether the grammar has ended, so that no token can follow."""
+        """True if the grammar has ended, so that no token can follow."""
         return self._matcher is not None and self._matcher.is_terminated()
 
     @property
     def is_active(self) -> bool:
-        """Returns whether any token is forbidden now."""
+        """True if any token is forbidden now."""
         if self._is_static or self._bad_words or self._matcher is not None:
             return True
         return len(self._generated) < self._min_tokens
 
     def cut(self, drafts: Drafts) -> Drafts:
-        """`drafts` without those that are forbidden, and without what comes after them."""
+        """Returns `drafts` without the forbidden ones and those that follow them."""
         if not drafts or not self.is_active:
             return drafts
         allowed: set[int] = set()
@@ -88,9 +88,9 @@ class TokenConstraint:
         return drafts if len(allowed) == len(drafts) else drafts.among(allowed)
 
     def drafts(self, proposed: Drafts, most: int) -> Drafts:
-        """Returns the allowed ones of `proposed`, followed by tokens that the grammar makes likely, `most` in all.
+        """Returns the allowed drafts of `proposed`, followed by tokens that the grammar makes likely.
 
-        Adds nothing to a tree.
+        Returns at most `most` drafts. Adds nothing to a tree.
         """
         if self._matcher is None or proposed.parents is not None:
             return self.cut(proposed)
@@ -119,13 +119,13 @@ class TokenConstraint:
         return masks
 
     def commit(self, token: int) -> bool:
-        """`token` follows. False, with an `error`, where it may not: then no token may."""
+        """Commits `token`. If it is forbidden, sets `error` and returns False, also for all later tokens."""
         if self.error is None and not self._push(token):
             self.error = InvalidRequestError("the constraints of the request allow no next token")
         return self.error is None
 
     def _walk(self, drafts: Drafts, visit: Callable[[int], object]) -> None:
-        """Calls `visit` of each allowed draft, as if all before it, and it, were committed."""
+        """Calls `visit` with each allowed draft; meanwhile it and its ancestors count as committed."""
         if drafts.parents is None:
             self._walk_chain(drafts.token_ids, visit)
             return
@@ -150,7 +150,7 @@ class TokenConstraint:
         self._pop(num_pushed)
 
     def _push(self, token: int) -> bool:
-        """Appends `token` unless it is forbidden."""
+        """Appends `token` and returns True; returns False if it is forbidden."""
         if self._is_static and not self._static[token >> 5] >> (token & 31) & 1:
             return False
         if self._is_limited and token in self._forbidden():
@@ -178,7 +178,7 @@ class TokenConstraint:
             bits[token >> 5] &= np.uint32(~(1 << (token & 31)) & 0xFFFFFFFF)
 
     def _forbidden(self) -> list[int]:
-        """Tokens that may not come now because of what was generated."""
+        """Returns the tokens that are forbidden now because of the generated ones."""
         forbidden = list(self._ends) if len(self._generated) < self._min_tokens else []
         for word in self._bad_words:
             length = len(word) - 1
@@ -188,7 +188,7 @@ class TokenConstraint:
 
 
 def _bits(token_ids: Iterable[int], vocab_size: int) -> npt.NDArray[np.uint32]:
-    """A row of bits in which those of `token_ids` are set."""
+    """Returns a row of bits in which those of `token_ids` are set."""
     allowed = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
     allowed[list(token_ids)] = 1
     return np.packbits(allowed, bitorder="little").view(np.uint32)

@@ -1,4 +1,4 @@
-"""The compiled kernels for CPUs with AVX-512 (`kernels/`), where there are any, and what of a processor they use."""
+"""The compiled kernels for CPUs with AVX-512 (`kernels/`), and the instructions of a processor that they use."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class InstructionSet(enum.IntEnum):
 
     @property
     def is_supported(self) -> bool:
-        """Returns whether the kernels were built for it and run on this processor."""
+        """True if the kernels were built for it and run on this processor."""
         return kernels is not None and kernels.is_supported(self)
 
 
@@ -42,7 +42,7 @@ _CHOICES = {choice.name.lower(): choice for choice in InstructionSet}
 
 
 def has_kernels() -> bool:
-    """Returns whether the kernels were built and run on this processor."""
+    """Returns True if the kernels were built and run on this processor."""
     return InstructionSet.AVX512.is_supported
 
 

@@ -11,11 +11,11 @@ from cluster.engine.quantization import QuantizedWeight
 
 
 class KernelLinear:
-    """Float32 rows times a weight, which is laid out once in the order it is read.
+    """Product of float32 rows with a weight, which is laid out once in the order in which it is read.
 
-    `using` says by which instructions: the best there are for the weight's dtype, unless given. All but AVX512 round
-    the rows to bfloat16, and take no weight in float32. `weight` is a Weight of kernels.h, as numbers; it holds as long
-    as this object lives.
+    `using`: the instructions; by default the best for the weight's dtype. All except AVX512 round the rows to bfloat16,
+    and reject a weight in float32. `weight` is a Weight of kernels.h, as numbers; it is valid as long as this object
+    lives.
     """
 
     def __init__(

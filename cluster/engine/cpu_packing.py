@@ -1,6 +1,6 @@
-"""Weights in the order in which the CPU kernels read them: `kernels/linear_avx512.c` and `kernels/blocks.h` say which.
+"""Packs weights in the order in which the CPU kernels read them (`kernels/linear_avx512.c` and `kernels/blocks.h`).
 
-The last panel is filled with noughts, for which it alone is copied, not the whole weight.
+The last panel is filled with zeros. Only this panel is copied for that, not the whole weight.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fingerprints of model folders, which compare two models without reading all of either."""
+"""Fingerprints of model folders, which compare two models without reading either completely."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ _NOT_OF_THE_MODEL = ("_", "transformers_version")  # prefixes of keys about who 
 
 
 def weights_fingerprint(folder: Path) -> str:
-    """Hexadecimal SHA-256 over parts of every shard: its header, both ends of its data, the middle of every tensor.
+    """Returns the hexadecimal SHA-256 over parts of every shard. Raises ConfigurationError.
 
-    A page of each tensor is enough: training changes all of a tensor or none of it. 140 GB in 30 shards are about a
-    thousand reads. The same weights in other shards count as others. Raises ConfigurationError.
+    The parts are its header, both ends of its data, and the middle of every tensor. A page of each tensor is enough:
+    training changes all of a tensor or none of it. 140 GB in 30 shards are about a thousand reads. The same weights in
+    other shards have another fingerprint.
     """
     digest = hashlib.sha256()
     for name in sorted(set(weight_map(folder).values())):
@@ -34,7 +35,7 @@ def weights_fingerprint(folder: Path) -> str:
 
 
 def architecture_fingerprint(folder: Path) -> str:
-    """Hexadecimal SHA-256 over the model's fields in `config.json`. Raises ConfigurationError.
+    """Returns the hexadecimal SHA-256 over the model's fields in `config.json`. Raises ConfigurationError.
 
     It covers the file and not the parsed configuration, whose fields differ between versions of this program.
     """

@@ -27,7 +27,7 @@ _NUM_INPUTS = 7  # inputs per row, without its table: token, position, slot, log
 def graph_sizes(max_rows: int) -> tuple[int, ...]:
     """Returns the row counts of the recorded steps if no step has more than `max_rows` rows.
 
-    The last one is at least `max_rows`, or the largest there is.
+    The last one is at least `max_rows`, or the largest available size.
     """
     smaller = [size for size in _SIZES if size < max_rows]
     return (*smaller, *_SIZES[len(smaller) : len(smaller) + 1])
@@ -78,7 +78,7 @@ def graph_bytes(
 
 
 def _parts_bytes(model: StepModel, num_rows: int, value_bytes: int) -> int:
-    """Bytes of the partial results of the product that has the most of them."""
+    """Returns the bytes of the partial results of the product that has the most."""
     hidden, queries, keys = model.hidden_size, model.num_heads * model.head_dim, 2 * model.num_kv_heads * model.head_dim
     shapes = (
         (queries + keys, hidden),
@@ -101,7 +101,7 @@ def _step_bytes(model: StepModel, num_rows: int, max_context: int, value_bytes: 
 
 
 def _splits_bytes(model: StepModel, num_rows: int, max_context: int) -> int:
-    """Bytes of the partial results of a row's attention splits; 0 if a step of `num_rows` rows has none."""
+    """Returns the bytes of the partial results of a row's attention splits; 0 if a step of `num_rows` rows has none."""
     group, num_splits = model.num_heads // model.num_kv_heads, -(-max_context // SPLIT)
     if not uses_splits(num_tiles(num_rows, num_rows, group) * model.num_kv_heads, num_splits):
         return 0

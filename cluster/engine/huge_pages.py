@@ -16,7 +16,7 @@ _HUGE_PAGE = 2**21
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of noughts on the CPU, whose pages are taken as they are first touched."""
+    """Returns a tensor of zeros on the CPU, whose pages are allocated when they are first touched."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(*shape, dtype=dtype)

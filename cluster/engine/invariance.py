@@ -20,7 +20,10 @@ _CUTS = ([1] * _NUM_TOKENS, [16, 8, 9, 2, 7, 3], [40, 5])
 
 
 def check_invariance(runner: ModelRunner) -> None:
-    """Tries it on the loaded model. Raises ConfigurationError when its form does not promise it, or breaks it."""
+    """Runs the model in several batches and compares the logits.
+
+    Raises ConfigurationError if the form of the model is not invariant, or if the logits differ.
+    """
     if not runner.model.is_invariant:
         raise ConfigurationError(
             "numerics 'invariant' needs the CPU kernels (AVX-512, built at installation) or, on a GPU, Triton; here "
@@ -47,7 +50,10 @@ def check_invariance(runner: ModelRunner) -> None:
 def _in_pieces(
     runner: ModelRunner, token_ids: Sequence[int], cut: Sequence[int], table: Sequence[int], other_table: Sequence[int]
 ) -> torch.Tensor:
-    """Logits of `token_ids`, computed in chunks of the lengths `cut`, most of them batched with another sequence."""
+    """Returns the logits of `token_ids`, computed in chunks of the lengths `cut`.
+
+    Most chunks are batched with another sequence.
+    """
     logits, start = [], 0
     for length in cut:
         own = Segment(token_ids[start : start + length], start, table, length)
@@ -60,5 +66,5 @@ def _in_pieces(
 
 
 def _logits(runner: ModelRunner, segments: Sequence[Segment]) -> torch.Tensor:
-    """A copy of the step's logits: recorded steps write theirs to one place."""
+    """Returns a copy of the step's logits, because recorded steps overwrite theirs."""
     return runner.run(segments).clone()

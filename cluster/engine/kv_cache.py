@@ -35,7 +35,7 @@ class KVCache:
         self.values[layer].index_copy_(0, slots, values)
 
     def move(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
-        """Copies the slots `sources` of every layer to `destinations`, all of them read first."""
+        """Copies the slots `sources` of every layer to `destinations`; reads all of them before it writes."""
         for cache in (self.keys, self.values):
             cache.index_copy_(1, destinations, cache.index_select(1, sources))
 
@@ -45,5 +45,5 @@ def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> to
 
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block: keys and values of `block_size` tokens in every layer."""
+    """Returns the bytes of one block: keys and values of `block_size` tokens in every layer."""
     return 2 * config.num_layers * config.kv_size * dtype.itemsize * block_size

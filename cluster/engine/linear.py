@@ -1,4 +1,4 @@
-"""Matrix products by PyTorch: as they are, with weights laid out once for few rows, and from integers."""
+"""Matrix products by PyTorch: plain, with weights laid out once for few rows, and from integers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Linear(Protocol):
 
 
 class PlainLinear:
-    """`F.linear`."""
+    """Product by `F.linear`."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.num_bytes = weight.nbytes
@@ -34,9 +34,9 @@ class PlainLinear:
 
 
 class PackedLinear:
-    """oneDNN with the weight reordered once into its blocked layout.
+    """Product by oneDNN, with the weight reordered once into its blocked layout.
 
-    F.linear would lay it out again at every call with more than one row, which costs more than the product.
+    F.linear would reorder it at every call with more than one row, which costs more than the product.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -50,7 +50,7 @@ class PackedLinear:
 
 
 class QuantizedLinear:
-    """Integers in memory, widened at every call: it saves memory, not time."""
+    """Product with integers in memory, which are widened at every call: it saves memory, not time."""
 
     def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> None:
         self.num_bytes = weight.values.nbytes + weight.scales.nbytes

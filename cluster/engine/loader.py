@@ -35,13 +35,16 @@ class LoadedModel:
     form: type[Model]
 
     def with_layers(self, layers: LayerChoice) -> LoadedModel:
-        """Some of its layers, and all else: no tensor is copied. Raises ConfigurationError when one does not exist."""
+        """Returns the model with only `layers`; copies no tensor.
+
+        Raises ConfigurationError if a layer does not exist.
+        """
         chosen = choose_layers(layers, self.config.num_layers)
         weights = replace(self.weights, layers=tuple(self.weights.layers[index] for index in chosen))
         return replace(self, config=self.config.with_layers(chosen), weights=weights)
 
     def bind(self, kv_cache: KVCache) -> Model:
-        """The model that computes in `kv_cache`."""
+        """Returns the model that computes in `kv_cache`."""
         return self.form(self.config, self.weights, kv_cache)
 
 
@@ -54,7 +57,7 @@ def resolve_device(device: str) -> torch.device:
 
 
 def resolve_dtype(dtype: str, device: torch.device, *, on_cpu: torch.dtype) -> torch.dtype:
-    """`auto` is bfloat16 on GPU and `on_cpu` on CPU."""
+    """Returns the dtype; `auto` is bfloat16 on a GPU and `on_cpu` on a CPU."""
     if dtype != "auto":
         return _DTYPES[dtype]
     return torch.bfloat16 if device.type == "cuda" else on_cpu
@@ -72,10 +75,10 @@ def load_model(
     numerics: Numerics = "fast",
     ends: ModelWeights | None = None,
 ) -> LoadedModel:
-    """Reads `folder` (config.json, one or several .safetensors). Raises ConfigurationError when it is incomplete.
+    """Reads `folder` (config.json, one or several .safetensors). Raises ConfigurationError if it is incomplete.
 
-    `layers` leaves the other layers out; `form` is that of `form_on` for `numerics` unless given. `ends` are weights
-    of the same model for the same device, whose embedding, last norm and head are taken as they are instead of read.
+    `layers`: the layers to read. `form`: by default that of `form_on` for `numerics`. `ends`: weights of the same model
+    for the same device, whose embedding, last norm and head are shared instead of read.
     """
     config = ModelConfig.from_folder(folder)
     chosen = range(config.num_layers) if layers is None else choose_layers(layers, config.num_layers)
@@ -102,7 +105,7 @@ def form_on(config: ModelConfig, dtype: torch.dtype, device: torch.device, numer
 
 
 def choose_layers(choice: LayerChoice, num_layers: int) -> Sequence[int]:
-    """Indices of the layers that `choice` keeps of `num_layers`. Raises ConfigurationError when one does not exist."""
+    """Returns the indices of the layers that `choice` keeps. Raises ConfigurationError if one does not exist."""
     if choice == "even":
         return range(0, num_layers, 2)
     if choice == "last-half":
@@ -114,7 +117,7 @@ def choose_layers(choice: LayerChoice, num_layers: int) -> Sequence[int]:
 
 
 class _WeightReader:
-    """Weights by the names that the supported families give them, each prepared as soon as it is read."""
+    """Reads weights by the names that the supported families give them, and prepares each as soon as it is read."""
 
     def __init__(
         self, config: ModelConfig, tensors: TensorReader, weight_format: WeightFormat, quantization: Quantization | None
@@ -125,8 +128,10 @@ class _WeightReader:
         self._quantization = quantization
 
     def read(self, layers: Sequence[int], progress: Progress, ends: ModelWeights | None = None) -> ModelWeights:
-        """The whole model, with the layers that have the indices `layers`; all but the layers is that of `ends`, if
-        given."""
+        """Returns the model's weights, with the layers that have the indices `layers`.
+
+        If `ends` is given, everything except the layers is shared with it.
+        """
         num_parts = 1 + len(layers) + 1
         embedding = self._embedding() if ends is None else ends.embedding
         progress(1, num_parts)
@@ -144,7 +149,7 @@ class _WeightReader:
         return self._tensors.read([("model.embed_tokens.weight", config.vocab_size)], config.hidden_size)
 
     def _head(self, embedding: torch.Tensor) -> Linear:
-        """It is never quantized."""
+        """Returns the head, which is never quantized."""
         config = self._config
         if config.tie_word_embeddings:
             return self._format.make_linear(embedding)
@@ -178,7 +183,7 @@ class _WeightReader:
         )
 
     def _linear(self, *parts: tuple[str, int], in_features: int, has_bias: bool) -> Linear:
-        """One product for several projections of the same input, fused by stacking their rows."""
+        """Returns one product for several projections of the same input, fused by stacking their rows."""
         weight = self._tensors.read([(f"{name}.weight", out) for name, out in parts], in_features)
         bias = self._tensors.read([(f"{name}.bias", out) for name, out in parts]) if has_bias else None
         return self._format.make_linear(

@@ -56,7 +56,7 @@ _SIZE = re.compile(
 
 
 def num_speculative_blocks(num_seqs: int, num_slots: int, block_size: int) -> int:
-    """Blocks for the slots of tokens that are not committed, `num_slots` for each of `num_seqs` sequences."""
+    """Returns the blocks for uncommitted tokens, `num_slots` for each of `num_seqs` sequences."""
     return -(-num_seqs * num_slots // block_size)
 
 
@@ -65,7 +65,7 @@ SELF_DRAFTERS = ("self-int4", "layer-skip")
 
 @dataclass(frozen=True, slots=True)
 class PlannedModel:
-    """The sizes of a model that determine its memory."""
+    """Sizes of a model that determine its memory."""
 
     name: str
     num_parameters: int
@@ -77,8 +77,11 @@ class PlannedModel:
 
     @classmethod
     def parse(cls, spec: str) -> PlannedModel:
-        """`MODEL[:DTYPE]`: a known size (`70B`), a size with its shape (`34B/48x8x128`: layers, KV heads, head size), a
-        folder or a bundled model. Raises ConfigurationError."""
+        """Parses `MODEL[:DTYPE]`. Raises ConfigurationError.
+
+        MODEL is a known size (`70B`), a size with its shape (`34B/48x8x128`: layers, KV heads, head size), a folder or
+        a bundled model.
+        """
         name, colon, dtype = spec.rpartition(":")
         if not colon:
             name, dtype = spec, _DEFAULT_DTYPE
@@ -118,7 +121,7 @@ class PlannedModel:
     def drafting_in_process(self, drafter: str) -> PlannedModel:
         """Returns the draft that `drafter`, one of `SELF_DRAFTERS`, makes of this target in the target's process.
 
-        Its parameters are those it needs in addition to the target's tensors. layer-skip, which keeps every second
+        Its parameters are those needed in addition to the target's tensors. layer-skip, which keeps every second
         layer, needs none; self-int4 needs the layers in INT4.
         """
         if drafter == "layer-skip":
@@ -126,8 +129,11 @@ class PlannedModel:
         return replace(self, name=drafter, num_parameters=self.num_parameters - self.num_end_parameters, dtype="int4")
 
     def with_wide_head(self) -> PlannedModel:
-        """The model with its head in 16 bits, as the PyTorch engine quantises it: in INT8 a weight of the head counts
-        twice. In a 0.5B model with 152k tokens the head is a quarter of all. Unchanged if the shape is not known."""
+        """Returns the model with its head in 16 bits, as the PyTorch engine quantises it.
+
+        In INT8 each weight of the head then counts twice. In a 0.5B model with 152k tokens the head is a quarter of all
+        weights. Unchanged if the shape is not known.
+        """
         if self.steps is None or self.dtype not in ("int8", "int4"):
             return self
         head = self.steps.vocab_size * self.steps.hidden_size
@@ -140,7 +146,7 @@ class PlannedModel:
 
     @property
     def _value_bytes(self) -> int:
-        """Bytes of an activation or KV value; a quantised model has them in 16 bits."""
+        """Bytes of an activation or KV value; 16 bits in a quantised model."""
         return 4 if self.dtype == "fp32" else 2
 
     @property
@@ -148,7 +154,7 @@ class PlannedModel:
         return 2 * self.num_layers * self.kv_size * self._value_bytes
 
     def recorded_bytes(self, max_rows: int, max_context: int, block_size: int) -> int:
-        """Bytes of recorded steps of up to `max_rows` rows; 0 if the model's sizes are unknown."""
+        """Returns the bytes of recorded steps of up to `max_rows` rows; 0 if the model's sizes are unknown."""
         if self.steps is None:
             return 0
         return graph_bytes(self.steps, graph_sizes(max_rows), max_context, block_size, self._value_bytes)
@@ -156,7 +162,7 @@ class PlannedModel:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """A model on a memory, and how far past its last token each of its sequences may write."""
+    """A model in a memory, and the number of tokens that each of its sequences may write past its last one."""
 
     role: str
     model: PlannedModel
@@ -176,7 +182,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """A memory and the models on it."""
+    """A memory and the models in it."""
 
     tenants: tuple[Tenant, ...]
     memory: Memory
@@ -201,7 +207,7 @@ class Budget:
         return max(0.0, self.left_bytes) * self.memory.utilization
 
     def context_bytes(self, tenant: Tenant, num_seqs: int, context: int) -> int:
-        """KV of `num_seqs` sequences of `context` tokens, in whole blocks."""
+        """Returns the bytes of the KV of `num_seqs` sequences of `context` tokens, in whole blocks."""
         return num_seqs * -(-context // self.memory.block_size) * self._block_bytes(tenant)
 
     def speculative_blocks(self, tenant: Tenant, num_seqs: int) -> int:
@@ -211,7 +217,7 @@ class Budget:
         return self.speculative_blocks(tenant, num_seqs) * self._block_bytes(tenant)
 
     def largest_batch(self, context: int) -> int:
-        """The most sequences of `context` tokens whose KV fits, speculative slots included."""
+        """Returns the most sequences of `context` tokens whose KV fits, including speculative slots."""
 
         def needed(num_seqs: int) -> int:
             return sum(
@@ -245,7 +251,7 @@ def plan_pair(
 
 
 def describe(budget: Budget, context: int, num_seqs: int) -> str:
-    """The budget as a table, for `num_seqs` sequences of `context` tokens."""
+    """Returns the budget as a table, for `num_seqs` sequences of `context` tokens."""
     tenants = budget.tenants
     sequences = f"{num_seqs} sequence{'s' if num_seqs > 1 else ''}"
 

@@ -23,7 +23,7 @@ from cluster.engine.weights import ModelWeights, WeightFormat
 
 
 class Model(ABC):
-    """A decoder in one of its forms, bound to weights in the format of that form and to a KV cache of their dtype."""
+    """A decoder in one of its forms, bound to weights in its format and to a KV cache of the same dtype."""
 
     weight_format: ClassVar[WeightFormat]
     is_invariant: ClassVar[bool]  # whether a row has the same bits for any batch and any division of the work
@@ -38,8 +38,10 @@ class Model(ABC):
         self._kv_cache = kv_cache
 
     def prepare(self, max_rows: int, max_context: int) -> None:  # noqa: B027
-        """Does what is better not done in a timed step, for steps of up to `max_rows` rows and contexts of up to
-        `max_context` tokens. Nothing is in the cache yet."""
+        """Prepares steps of up to `max_rows` rows and `max_context` tokens of context, so that no timed step does.
+
+        The cache must be empty.
+        """
 
     @abstractmethod
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -50,7 +52,7 @@ class Model(ABC):
 
 
 class TorchModel(Model):
-    """PyTorch's operators, on every device. Their products choose a kernel by the number of rows.
+    """A decoder of PyTorch's operators, for every device. Their products choose a kernel by the number of rows.
 
     Arithmetic follows `transformers`: norms and rotary angles in float32.
     """
@@ -88,7 +90,10 @@ class TorchModel(Model):
     def _rotated_heads(
         self, qkv: torch.Tensor, qk_norm: torch.Tensor | None, cos: torch.Tensor, signed_sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Query, keys and values of `qkv`, [num_tokens, heads, head_dim] each, the first two normed and rotated."""
+        """Returns query, keys and values of `qkv`, [num_tokens, heads, head_dim] each.
+
+        Query and keys are normed and rotated.
+        """
         config = self.config
         heads = qkv.view(len(qkv), -1, config.head_dim)
         # Queries and keys are neighbours, so one norm and one rotation serve both.

@@ -44,7 +44,7 @@ class ModelConfig:
         return self.num_kv_heads * self.head_dim
 
     def resolve_max_model_len(self, wanted: int | None) -> int:
-        """`wanted`, or the model's limit. Raises ConfigurationError when that is less."""
+        """Returns `wanted`, or the model's limit if it is None. Raises ConfigurationError if the limit is lower."""
         if wanted is not None and wanted > self.max_position_embeddings:
             raise ConfigurationError(
                 f"max_model_len {wanted} exceeds the {self.max_position_embeddings} positions of the model"
@@ -62,7 +62,7 @@ class ModelConfig:
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelConfig:
-        """Raises ConfigurationError if the architecture, or a feature it needs, is not supported."""
+        """Reads the shape. Raises ConfigurationError if the architecture, or a feature it needs, is not supported."""
         values = _read_json(folder / "config.json")
         architecture = (values.get("architectures") or ["none"])[0]
         family = FAMILIES.get(architecture)
@@ -154,7 +154,7 @@ FAMILIES = {
 
 
 def _refuse_unsupported_options(family: Family, values: Values) -> None:
-    """Raises ValueError."""
+    """Raises ValueError if an option of the model is not supported."""
     supported = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
     for key, value in supported.items():
         if key not in family.bias_options and values.get(key, value) != value:

@@ -1,4 +1,4 @@
-"""Pacing of prefill: limits a step's prompt tokens, so that its decoding requests do not wait long for them."""
+"""Paces prefill: limits a step's prompt tokens, so that its decoding requests do not wait long for them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KEPT_SHARE = 0.99  # share of earlier steps' evidence of the growth that each f
 
 @dataclass(frozen=True, slots=True)
 class PromptPart:
-    """Tokens of one prompt, and how many are before them."""
+    """Tokens of one prompt, and the number of tokens before them."""
 
     num_tokens: int
     num_before: int
@@ -27,7 +27,7 @@ class PromptPace:
     """Learns how much time prompt tokens add to a step, and thus how many fit a set time."""
 
     def __init__(self, max_seconds: float | None, max_rows: int) -> None:
-        """`max_seconds`: time that prompts may add to a step; None: unlimited. `max_rows`: of a step."""
+        """`max_seconds`: time that prompts may add to a step; None: unlimited. `max_rows`: most rows of a step."""
         self._max_seconds = max_seconds
         self._plain = LearnedCurve(max_rows)  # times of steps without prompts
         self._cost = _TokenCost()
@@ -58,7 +58,10 @@ class PromptPace:
         self._cost.observe(before, added_seconds / num_tokens, is_telling=is_telling)
 
     def budget(self, *, is_alone: bool) -> float:
-        """Seconds that prompts may add to a step; `is_alone`: one prompt does, and nothing else is in the step."""
+        """Returns the seconds that prompts may add to a step.
+
+        `is_alone`: the step has only one prompt and nothing else.
+        """
         if self._max_seconds is None:
             return math.inf
         return self._max_seconds * (_ALONE_FACTOR if is_alone else 1)
@@ -82,15 +85,15 @@ class PromptPace:
         return share(lengths, min(num_tokens, self._most_tokens))
 
     def seconds(self, parts: Sequence[PromptPart]) -> float:
-        """Predicted seconds that `parts` add to a step; 0 before any were measured."""
+        """Returns the predicted seconds that `parts` add to a step; 0 before any were measured."""
         return sum(map(self._cost.of, parts)) if self._cost.is_known else 0.0
 
 
 class _TokenCost:
     """Seconds that a prompt token adds to a step, by the number of tokens before it.
 
-    They grow with it in a straight line, whose slope is fitted to steps with prompts, the newer the more. Its height
-    is the newest such step's. (A curve over the rows of all steps was 30 to 300 % behind as a long prompt got on.)
+    They grow linearly with that number. The slope is fitted to steps with prompts, newer ones with more weight; the
+    height is that of the newest such step. (A curve over the rows of all steps was 30 to 300 % behind in long prompts.)
     """
 
     def __init__(self) -> None:
@@ -101,11 +104,11 @@ class _TokenCost:
         self.is_known = False
 
     def of(self, part: PromptPart) -> float:
-        """Seconds that `part` adds."""
+        """Returns the seconds that `part` adds."""
         return part.num_tokens * self._of_one(part.num_before + part.num_tokens / 2)
 
     def num_tokens(self, part: PromptPart, seconds: float) -> int:
-        """How many of the first tokens of `part` add `seconds` at most."""
+        """Returns how many of the first tokens of `part` add at most `seconds`."""
         if self.of(part) <= seconds:
             return part.num_tokens
         # first n + slope n^2 / 2 = seconds
@@ -117,8 +120,10 @@ class _TokenCost:
         return self._seconds * (1.0 + self._growth * before) / (1.0 + self._growth * self._before)
 
     def observe(self, before: float, seconds: float, *, is_telling: bool) -> None:
-        """Tokens with `before` others before them, on average, added `seconds` each; more than they cost where that
-        is not telling."""
+        """Learns that tokens with `before` others before them, on average, added `seconds` each.
+
+        Without `is_telling`, `seconds` is only an upper bound.
+        """
         if is_telling:
             self._fit(before, seconds)
         elif self.is_known and seconds >= self._of_one(before):
@@ -127,7 +132,7 @@ class _TokenCost:
         self.is_known = True
 
     def _fit(self, before: float, seconds: float) -> None:
-        """Least squares with weights that fade."""
+        """Updates the least-squares fit, in which older steps lose weight."""
         self._weight = _KEPT_SHARE * self._weight + 1.0
         share = 1.0 / self._weight
         off_before, off_seconds = before - self._mean_before, seconds - self._mean_seconds

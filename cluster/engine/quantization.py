@@ -1,4 +1,4 @@
-"""Weights in 8 or 4 bits: made from those of a checkpoint while it loads, layer by layer, by torchao."""
+"""Weights in 8 or 4 bits, made by torchao from those of a checkpoint while it loads, layer by layer."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ from cluster.errors import ConfigurationError
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """Quantization of the layers' projections. Embedding, head and norms stay as they are."""
+    """Quantization of the layers' projections. Embedding, head and norms are not quantized."""
 
     bits: Literal[8, 4]
     group_size: int | None  # inputs that share a scale; None: all inputs of an output
 
     @classmethod
     def named(cls, name: QuantizationName, group_size: int) -> Quantization:
-        """INT8 has a scale for each output; INT4, with 16 values, one for every `group_size` of its inputs."""
+        """Returns the quantization called `name`.
+
+        INT8 has a scale for each output; INT4, with 16 values, has one for every `group_size` of an output's inputs.
+        """
         return cls(8, None) if name == "int8" else cls(4, group_size)
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """`weight[o, i]` is about `values[o, i] * scales[o, i // group_size]`."""
+    """A weight in integers: `weight[o, i]` is about `values[o, i] * scales[o, i // group_size]`."""
 
     values: torch.Tensor  # int8 [out_features, in_features]; in 4 bits -8 to 7
     scales: torch.Tensor  # float32 [out_features, num_groups]
@@ -38,14 +41,14 @@ class QuantizedWeight:
         return self.values.shape[1] // self.scales.shape[1]
 
     def dequantize(self) -> torch.Tensor:
-        """float32 [out_features, in_features]."""
+        """Returns the weight, float32 [out_features, in_features]."""
         return self.values * self.scales.repeat_interleave(self.group_size, dim=1)
 
 
 def quantize(weight: torch.Tensor, quantization: Quantization) -> QuantizedWeight:
-    """Symmetric, to the nearest. `weight` [out_features, in_features], any float dtype.
+    """Quantizes symmetrically, to the nearest. `weight` [out_features, in_features], any float dtype.
 
-    Raises ConfigurationError when its inputs do not divide into groups.
+    Raises ConfigurationError if its inputs do not divide into groups.
     """
     # Imported here: it takes a second, which a model in bfloat16 need not wait for.
     from torchao.quantization.quant_primitives import MappingType, choose_qparams_affine, quantize_affine

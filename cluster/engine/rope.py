@@ -13,7 +13,10 @@ from cluster.engine.rope_config import LinearScaling, Llama3Scaling, RopeConfig,
 
 
 def rotary_table(config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of every position, [max_position_embeddings, head_dim / 2]; the same tensors for models alike."""
+    """Returns cos and sin of every position, [max_position_embeddings, head_dim / 2].
+
+    Models with the same settings share the tensors.
+    """
     return _table(config.rope, config.head_dim, config.max_position_embeddings)
 
 
@@ -37,7 +40,7 @@ def _table(rope: RopeConfig, head_dim: int, max_position_embeddings: int) -> tup
 
 
 def _llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
-    """[head_dim / 2] → [head_dim / 2]."""
+    """Returns the scaled frequencies, [head_dim / 2]."""
     original, low, high = (
         scaling.original_max_position_embeddings,
         scaling.low_freq_factor,
@@ -52,7 +55,7 @@ def _llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
 
 
 def _yarn(periods: torch.Tensor, theta: float, scaling: YarnScaling) -> torch.Tensor:
-    """[head_dim / 2] → [head_dim / 2]."""
+    """Returns the scaled frequencies, [head_dim / 2]. `periods`: inverse frequencies, [head_dim / 2]."""
     head_dim = 2 * len(periods)
 
     def index_that_turns(times: float) -> float:

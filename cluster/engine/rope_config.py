@@ -1,7 +1,8 @@
-"""How far and in which way a model's rotary angles are stretched, read from `config.json`. Imports no torch.
+"""Scaling of a model's rotary angles, read from `config.json`. Imports no torch.
 
-Only what transformers computes from the configuration alone is supported: a rotation that depended on the length of
-the sequence so far ('longrope', 'dynamic' beyond its limit) would change the keys that are already in the cache.
+Only scaling that transformers computes from the configuration alone is supported. A rotation that depends on the
+current length of the sequence ('longrope', 'dynamic' beyond its limit) would change the keys that are already in the
+cache.
 """
 
 from __future__ import annotations
@@ -16,15 +17,18 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
-    """Every frequency is divided by `factor` (Chen et al., arXiv 2306.15595)."""
+    """Linear scaling: every frequency is divided by `factor` (Chen et al., arXiv 2306.15595)."""
 
     factor: float
 
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Llama 3.1's: what turns less than `low_freq_factor` times in the original context is slowed down by `factor`,
-    what turns more than `high_freq_factor` times is kept, and what lies between is blended."""
+    """Scaling of Llama 3.1, by the number of turns of a frequency in the original context.
+
+    Frequencies below `low_freq_factor` turns are divided by `factor`, those above `high_freq_factor` turns are kept,
+    and those between are blended.
+    """
 
     factor: float
     low_freq_factor: float
@@ -34,8 +38,11 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """YaRN (Peng et al., arXiv 2309.00071): the blend runs over the index of a frequency, between those that turn
-    `beta_fast` and `beta_slow` times in the original context; cos and sin are multiplied by `attention_factor`."""
+    """YaRN (Peng et al., arXiv 2309.00071): blends by the index of a frequency.
+
+    The blend lies between the frequencies that turn `beta_fast` and `beta_slow` times in the original context; cos and
+    sin are multiplied by `attention_factor`.
+    """
 
     factor: float
     original_max_position_embeddings: int
@@ -61,7 +68,7 @@ class RopeConfig:
 
     @classmethod
     def from_values(cls, values: Values) -> RopeConfig:
-        """Raises ValueError for unsupported settings, KeyError for missing ones."""
+        """Reads the scaling. Raises ValueError for unsupported settings, KeyError for missing ones."""
         # transformers 5 writes rope_parameters; earlier releases wrote rope_theta and rope_scaling.
         rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
         if any(isinstance(value, dict) for value in rope.values()):

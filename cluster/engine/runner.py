@@ -1,4 +1,4 @@
-"""Runs steps of one model: packs segments, computes, hands back logits. Target and draft engines both use it."""
+"""Runs steps of one model: packs segments, computes, returns logits. Target and draft engines both use it."""
 
 from __future__ import annotations
 
@@ -65,17 +65,17 @@ class ModelRunner:
         return runner
 
     def run(self, segments: Sequence[Segment]) -> torch.Tensor:
-        """One step. Returns the logits of the segments' logit rows, in order, [num_logit_rows, vocab_size]."""
+        """Runs one step. Returns the logits of the segments' logit rows, in order, [num_logit_rows, vocab_size]."""
         batch = pack(segments, self.blocks.block_size, self.model.device)
         return self.model.forward(batch)
 
     def wait(self) -> None:
-        """Until all that was run is computed: a GPU answers before."""
+        """Waits until all submitted work is computed; a GPU computes asynchronously."""
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
 
     def recovers(self) -> bool:
-        """Returns whether steps can go on after one that failed. After some errors a GPU no longer responds."""
+        """Returns True if steps can go on after one that failed. After some errors a GPU no longer responds."""
         if self.model.device.type != "cuda":
             return True
         try:
@@ -89,7 +89,7 @@ class ModelRunner:
     def keep(self, block_table: Sequence[int], start: int, nodes: Sequence[int]) -> None:
         """Closes the gaps in a tree whose node 0 has place `start`: `nodes[i]` gets the i-th place from there.
 
-        The other nodes are lost. `nodes` ascend.
+        The KV of other nodes is lost. `nodes` must ascend.
         """
         moved = [(start + node, start + index) for index, node in enumerate(nodes) if node != index]
         if not moved:
@@ -131,7 +131,7 @@ def load_weights(
 
 
 def recorded_bytes(config: WorkerConfig, model: LoadedModel) -> int:
-    """Bytes of GPU memory that the steps recorded at start take; 0 if none are recorded."""
+    """Returns the bytes of GPU memory of the steps recorded at start; 0 if none are recorded."""
     if model.weights.device.type != "cuda" or not model.form.records_steps:
         return 0
     sizes, max_context = graph_sizes(config.max_num_batched_tokens), _max_context(config, model)
@@ -168,13 +168,13 @@ def kv_cache_budgets(
 
 
 def in_proportion(num_bytes: int, first: int, second: int) -> tuple[int, int]:
-    """`num_bytes` divided as `first` is to `second`."""
+    """Divides `num_bytes` in proportion to `first` and `second`."""
     of_first = num_bytes * first // (first + second)
     return of_first, num_bytes - of_first
 
 
 def _token_bytes(model: LoadedModel) -> int:
-    """KV of one token."""
+    """Returns the bytes of the KV of one token."""
     return block_bytes(model.config, 1, model.weights.dtype)
 
 

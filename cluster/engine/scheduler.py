@@ -33,7 +33,7 @@ class ScheduledSequence(Generic[SequenceT]):
 
     @property
     def yields_choices(self) -> bool:
-        """Returns whether the step computes the last committed token, so that the next can be chosen."""
+        """True if the step computes the last committed token, so that the next can be chosen."""
         return self.sequence.num_computed_tokens + self.num_new_tokens == len(self.sequence.token_ids)
 
     @property
@@ -51,7 +51,7 @@ class ScheduledSequence(Generic[SequenceT]):
 
     @property
     def num_logits(self) -> int:
-        """Rows of the step that yield logits: its last ones.
+        """Number of the step's last rows, which yield logits.
 
         The first `num_scored` of them score the prompt. The last `num_choices` yield the tokens after it.
         """
@@ -62,7 +62,7 @@ class ScheduledSequence(Generic[SequenceT]):
 
     @property
     def _first_scored_row(self) -> int | None:
-        """The place of the first token of this step whose logits may be wanted for the prompt token after it."""
+        """Place of the first token of this step whose logits may score the prompt token after it."""
         sequence = self.sequence
         if not sequence.is_scoring:
             return None
@@ -88,18 +88,18 @@ class ScheduledSequence(Generic[SequenceT]):
 
 
 class Scheduler(Generic[SequenceT]):
-    """First come, first served among those of one priority; blocks are taken as sequences grow.
+    """Schedules first come, first served within a priority; blocks are taken as sequences grow.
 
-    A sequence is admitted when there are blocks for the tokens it has. When blocks run out, admission waits; then
-    drafts are given up; then the youngest sequence of the least priority is preempted: it gives its blocks back and
-    waits, before all others of its priority, to be computed again. What it generates stays the same, as its noise
+    A sequence is admitted if there are blocks for its present tokens. When blocks run out, admission waits; then
+    drafts are given up; then the youngest sequence of the lowest priority is preempted: it gives its blocks back and
+    waits, before all others of its priority, to be computed again. Its output stays the same, because its noise
     depends on its positions alone.
 
-    `running` and `waiting` are each in the order of priority, and within it of arrival.
+    `running` and `waiting` are each ordered by priority, and within a priority by arrival.
     """
 
     def __init__(self, blocks: BlockManager, limits: StepLimits, max_scored_tokens: int = sys.maxsize) -> None:
-        """`max_scored_tokens`: of a prompt in one step, where the logits of all of them are wanted."""
+        """`max_scored_tokens`: most tokens of a scored prompt in one step, which needs logits for all of them."""
         # Every decoding sequence has its row in every step.
         assert limits.max_num_batched_tokens >= limits.max_num_seqs
         self.waiting: list[SequenceT] = []
@@ -112,7 +112,7 @@ class Scheduler(Generic[SequenceT]):
         self._watermark = watermark(blocks.num_blocks)
 
     def fits(self, max_len: int) -> bool:
-        """Returns whether a sequence of at most `max_len` tokens can run. Drafts use only blocks that are left."""
+        """Returns True if a sequence of at most `max_len` tokens can run. Drafts use only blocks that are left."""
         return self._blocks.num_blocks_for(max_len) <= self._blocks.num_blocks
 
     def add(self, sequence: SequenceT) -> None:
@@ -144,7 +144,7 @@ class Scheduler(Generic[SequenceT]):
         return admitted
 
     def remove(self, *sequences: SequenceT) -> None:
-        """`sequences` finished or were aborted, running or waiting. Takes all at once: there may be thousands."""
+        """Removes `sequences`, running or waiting, in one pass: there may be thousands."""
         gone = set(sequences)
         running = [sequence for sequence in self.running if sequence in gone]
         for sequence in running:
@@ -157,11 +157,11 @@ class Scheduler(Generic[SequenceT]):
                 raise ValueError("the sequence to remove is neither running nor waiting")
 
     def schedule(self, drafts_of: Callable[[SequenceT], Drafts]) -> list[ScheduledSequence[SequenceT]]:
-        """The next step: every decoding sequence's token, then drafts, then prefill, within the token budget.
+        """Returns the next step: every decoding sequence's token, then drafts, then prefill, within the token budget.
 
-        `drafts_of` gives the drafts that have come for a sequence.
-        While prompts wait, drafts get at most half of what the budget leaves, so that a busy step cannot starve
-        prefill. Prompts get what `pace` says, those of a higher priority first.
+        `drafts_of` returns the drafts that have come for a sequence. While prompts wait, drafts get at most half of the
+        remaining budget, so that a busy step cannot starve prefill. `pace` determines the share of prompts, those of a
+        higher priority first.
         """
         may_grow = self._make_room()
         decoding = [(sequence, drafts_of(sequence)) for sequence in self.running if not sequence.is_prefilling]
@@ -189,7 +189,7 @@ class Scheduler(Generic[SequenceT]):
         return step
 
     def advance(self, scheduled: ScheduledSequence[SequenceT], num_accepted: int = 0) -> None:
-        """The step has run: counts its new tokens and accepted drafts, which are committed by now, as computed."""
+        """Counts the new tokens and accepted drafts of a step that has run as computed. They must be committed."""
         sequence = scheduled.sequence
         num_computed = sequence.num_computed_tokens + scheduled.num_new_tokens + num_accepted
         # An end-of-sequence token inside the drafts leaves those after it uncommitted.
@@ -209,8 +209,8 @@ class Scheduler(Generic[SequenceT]):
     def _make_room(self) -> bool:
         """Allocates the blocks of every running sequence's committed tokens, oldest first, preempting if needed.
 
-        Returns whether that was possible without taking any back. If not, drafts have only what is left of the
-        blocks that their sequences hold.
+        Returns True if no blocks had to be taken back. Otherwise drafts can only use the rest of the blocks that their
+        sequences hold.
         """
         is_short = False
         index = 0
@@ -227,7 +227,7 @@ class Scheduler(Generic[SequenceT]):
         return not is_short
 
     def _place(self, drafts: Drafts, sequence: Sequence, *, may_grow: bool) -> Drafts:
-        """The part of `drafts` that there is room for after the tokens of `sequence`; takes the blocks for it."""
+        """Allocates blocks for drafts of `sequence`. Returns the part of `drafts` that has room after its tokens."""
         blocks, length = self._blocks, len(sequence.token_ids)
         if may_grow and blocks.grow(sequence.block_table, length + len(drafts)):
             return drafts
@@ -254,5 +254,5 @@ def _priority(sequence: Sequence) -> int:
 
 
 def _insert(sequences: list[SequenceT], sequence: SequenceT) -> None:
-    """After those that go before it or came before it."""
+    """Inserts `sequence` after those of higher or equal priority."""
     bisect.insort_right(sequences, sequence, key=_priority)

@@ -14,10 +14,10 @@ class FinishReason(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """Committed tokens and where their KV is.
+    """Committed tokens and the location of their KV.
 
     `token_ids` are the prompt and the committed tokens. The KV of the first `num_computed_tokens` of them is in
-    the blocks of `block_table`; while a sequence decodes all but its last token are computed. Slots after those
+    the blocks of `block_table`; while a sequence decodes, all but its last token are computed. Slots after those
     may hold the KV of rejected drafts: they are written again before they are read.
     """
 
@@ -40,16 +40,16 @@ class Sequence:
 
     @property
     def is_scoring(self) -> bool:
-        """Returns whether logits of prompt tokens are still wanted."""
+        """True if logits of prompt tokens are still needed."""
         return self.first_unscored is not None and self.first_unscored < self.num_prompt_tokens
 
     @property
     def max_useful_drafts(self) -> int:
-        """Drafts beyond this could not be committed: the bonus token takes the last place."""
+        """Most drafts that could be committed; the bonus token takes the last place."""
         return max(0, min(self.num_speculative_tokens, self.max_len - len(self.token_ids) - 1))
 
     def commit(self, token_ids: Tokens[int]) -> int:
-        """Appends `token_ids`, at most up to where the sequence ends; returns how many of them were appended."""
+        """Appends `token_ids` up to the end of the sequence. Returns the number of appended tokens."""
         for count, token in enumerate(token_ids, start=1):
             self.token_ids.append(token)
             if token in self.end_token_ids:

@@ -1,7 +1,7 @@
-"""Steps of a short list of sizes, recorded as CUDA graphs before the first request: none is recorded in a timed step.
+"""Steps of a few sizes, recorded as CUDA graphs before the first request, so that no timed step records one.
 
-All sizes share their inputs, which are as large as the largest needs, and one output. A step is copied into the first
-rows of the inputs of the next size, each of its rows with room for a segment of its own. Rows that pad it write to the
+All sizes share one output and the inputs, which are as large as the largest size needs. A step is copied into the first
+rows of the inputs of the next size, each of its rows with room for a segment of its own. Padding rows write to the
 spare block, which no sequence has, and belong to no segment; their logits are not read.
 """
 
@@ -34,8 +34,10 @@ class StepGraphs:
         device: torch.device,
         record: Recorder,
     ) -> None:
-        """`compute` gives the logits of a batch whose tensors stay where they are; `num_table_blocks`: of the longest
-        context."""
+        """`compute`: returns the logits of a batch whose tensors keep their addresses.
+
+        `num_table_blocks`: blocks of the longest context.
+        """
         self.sizes = sorted(sizes)
         self._spare_slot = spare_slot
         largest = self.sizes[-1]
@@ -61,8 +63,10 @@ class StepGraphs:
         self._steps = {size: record(self._step(compute, size)) for size in reversed(self.sizes)}
 
     def run(self, batch: Batch) -> torch.Tensor | None:
-        """Logits of the step [num_logit_rows, vocab_size], until the next is run; None when it must be computed
-        directly."""
+        """Returns the step's logits [num_logit_rows, vocab_size], which are valid until the next step runs.
+
+        Returns None if the step must be computed directly.
+        """
         num_rows = len(batch.token_ids)
         index = bisect_left(self.sizes, num_rows)
         too_long = batch.block_tables.shape[1] > self._inputs.block_tables.shape[1]

@@ -22,19 +22,21 @@ logger = logging.getLogger(__name__)
 
 
 class TritonModel(TorchModel):
-    """`TorchModel` with `PagedAttention`. Its steps read nothing back; those of chains that `prepare` recorded are
-    replayed. Products are cuBLAS's, which chooses by the number of rows: only attention gives a row the same bits in
-    every batch. `InvariantTritonModel` does so for all."""
+    """`TorchModel` with `PagedAttention`. Its steps read nothing back.
+
+    Steps of chains that `prepare` recorded are replayed. Products are cuBLAS's, which chooses by the number of rows:
+    only attention gives a row the same bits in every batch. `InvariantTritonModel` does so for all operators.
+    """
 
     records_steps = True
 
     @classmethod
     def supports(cls, config: ModelConfig, dtype: torch.dtype) -> bool:
-        """Returns whether the kernel can compute attention of such a model."""
+        """Returns True if the kernel can compute attention of such a model."""
         return config.num_heads // config.num_kv_heads <= max_group(dtype)
 
     def __init__(self, config: ModelConfig, weights: ModelWeights, kv_cache: KVCache) -> None:
-        """`config` is one that `supports` accepts."""
+        """`config` must be supported (see `supports`)."""
         super().__init__(config, weights, kv_cache)
         self._graphs: StepGraphs | None = None
         self.recorder: Recorder | None = None
@@ -46,7 +48,7 @@ class TritonModel(TorchModel):
 
     @property
     def spare_slot(self) -> int:
-        """One that no sequence has."""
+        """A slot that no sequence has."""
         return self._kv_cache.spare_block * self._kv_cache.block_size
 
     def prepare(self, max_rows: int, max_context: int) -> None:
@@ -59,9 +61,9 @@ class TritonModel(TorchModel):
             logger.info("CUDA graphs: %.2f GB", (free - left) / 1e9)
 
     def warm_up(self) -> None:
-        """Has attention compiled for steps that are not recorded: chains and trees, over one split and over several.
+        """Compiles attention for steps that are not recorded: chains and trees, over one split and over several.
 
-        What they write goes to the spare block.
+        Their output goes to the spare block.
         """
         for context_len in (2, SPLIT + 2):
             if context_len > self.config.max_position_embeddings:
@@ -91,7 +93,7 @@ class TritonModel(TorchModel):
         return self.compute(batch) if logits is None else logits
 
     def compute(self, batch: Batch) -> torch.Tensor:
-        """Runs `forward` without recorded steps; records are made of it."""
+        """Runs `forward` without recorded steps; this is what is recorded."""
         max_context = batch.block_tables.shape[1] * self.block_size
         return self._logits(batch, PagedAttention(batch, self.block_size, max_context))
 
@@ -100,7 +102,7 @@ class InvariantTritonModel(TritonModel):
     """`TritonModel` for `numerics: invariant`: a row has the same bits in any batch, recorded or not.
 
     Products and norms are kernels with a fixed order of sums, as attention is. The other operators, PyTorch's, compute
-    each value by itself.
+    each value independently.
     """
 
     weight_format = FixedOrderWeightFormat()

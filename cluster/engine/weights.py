@@ -1,4 +1,4 @@
-"""The weights of a decoder, in the format that its operators want."""
+"""The weights of a decoder, in the format of its operators."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class WeightFormat(Protocol):
     """Prepares weights, once while a model loads, for the operators that will read them."""
 
     def make_linear(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None = None) -> Linear:
-        """The product with `weight` [out_features, in_features], plus `bias` [out_features]."""
+        """Returns the product with `weight` [out_features, in_features], plus `bias` [out_features]."""
 
     def make_norm_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """`weight` of a norm as the operators want it."""
+        """Returns a norm's `weight` in the operators' format."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """RMS norm (Zhang and Sennrich, arXiv 1910.07467) in Triton, one program for each vector.
 
-PyTorch's reductions may choose how they share a sum among threads by the number of rows. Here it depends on the length
-of the vector alone.
+PyTorch's reductions may divide a sum among threads by the number of rows. Here the division only depends on the length
+of the vector.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def norm_kernel(  # type: ignore[no-untyped-def]
 
 
 def constants(length: int, eps: float) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the compile-time constants of `norm_kernel` for vectors of `length` values, and how it is compiled."""
+    """Returns the compile-time constants and the compile options of `norm_kernel` for vectors of `length` values."""
     padded_length = triton.next_power_of_2(length)
     num_warps = min(8, max(1, padded_length // _VALUES_PER_WARP))
     return (

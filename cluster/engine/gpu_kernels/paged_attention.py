@@ -34,9 +34,9 @@ MERGE_OPTIONS = {"num_warps": 1, "enable_fp_fusion": False}
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How a dtype is computed: one set for every step, as another one sums in another order.
+    """Tile sizes for a dtype: the same for every step, because other sizes sum in another order.
 
-    They are those with which no register is spilled (`python -m bench.gpu_resources`); their speed was not measured.
+    They are the sizes that spill no register (`python -m bench.gpu_resources`); their speed was not measured.
     """
 
     keys_per_step: int  # positions whose keys are multiplied at once
@@ -54,9 +54,10 @@ class Sizes:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _segment_of(row_starts, place, num_segments, rows_per_tile: tl.constexpr, spare_tiles: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The segment of tile `place`: those of segment s begin with row_starts[s] // rows_per_tile + s * spare_tiles.
+    """Returns the segment of tile `place`.
 
-    A spare tile for each segment is enough for the remainders of all divisions; for rows there are none.
+    The tiles of segment s begin with row_starts[s] // rows_per_tile + s * spare_tiles. A spare tile for each segment is
+    enough for the remainders of all divisions; for rows no spare is needed.
     """
     low = 0
     high = num_segments
@@ -86,7 +87,7 @@ def _walk(  # type: ignore[no-untyped-def]
     head_dim: tl.constexpr, path_len: tl.constexpr, block_size: tl.constexpr,
     split_len: tl.constexpr, keys_per_step: tl.constexpr,
 ):  # fmt: skip
-    """One split of a tile's context: maximum and sum of weights [tile], weighted values [tile, dims]."""
+    """Computes one split of a tile's context: maximum and sum of weights [tile], weighted values [tile, dims]."""
     maximum = tl.full([query.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([query.shape[0]], tl.float32)
     summed = tl.zeros([query.shape[0], query.shape[1]], tl.float32)
@@ -138,7 +139,7 @@ def attention_kernel(  # type: ignore[no-untyped-def]
     head_dim: tl.constexpr, padded_dim: tl.constexpr, path_len: tl.constexpr, block_size: tl.constexpr,
     split_len: tl.constexpr, keys_per_step: tl.constexpr, is_split: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, KV head, part). Where `is_split` it leaves the sums of its splits, else the output itself."""
+    """Program (tile, KV head, part): writes the sums of its splits if `is_split`, otherwise the output."""
     rows_per_tile: tl.constexpr = tile // padded_group
     place = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -268,9 +269,9 @@ OF_MERGE = ("head_dim", "padded_dim", "path_len", "split_len")
 
 
 class PagedAttention:
-    """A plan of attention (`AttentionPlan`) for any step of `batch`, without looking at what is on the device.
+    """A plan of attention (`AttentionPlan`) for any step of `batch`, without reading data back from the device.
 
-    `max_context` bounds the contexts; it decides how many programs may share one, and no bit of the result.
+    `max_context` bounds the contexts; it decides how many programs may share one, but changes no bit of the result.
     """
 
     def __init__(self, batch: Batch, block_size: int, max_context: int, *, may_split: bool = True) -> None:
@@ -285,7 +286,7 @@ class PagedAttention:
         self._parts: tuple[torch.Tensor, ...] | None = None  # scratch memory that all layers share
 
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, span: int) -> torch.Tensor:
-        """As `AttentionPlan.attend`. Rows past the last segment's, which pad a step, are zeros."""
+        """Implements `AttentionPlan.attend`. Rows past the last segment's, which pad a step, are zeros."""
         batch, paths = self._batch, self._paths
         num_rows, num_heads, head_dim = query.shape
         num_kv_heads, num_segments, span = keys.shape[1], len(batch.context_lens), min(span, _LARGEST_SPAN)
@@ -314,7 +315,7 @@ class PagedAttention:
         return output
 
     def _workspace(self, query: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Weighted values, sums of weights and maxima of every row, head and split."""
+        """Returns buffers for weighted values, sums of weights and maxima of every row, head and split."""
         if self._parts is None:
             num_rows, num_heads, head_dim = query.shape
             shape = (num_rows, num_heads, self._num_splits)

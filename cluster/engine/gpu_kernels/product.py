@@ -1,4 +1,4 @@
-"""Matrix products in Triton whose rows have the same bits in every batch: one order of sums for every height.
+"""Matrix products in Triton whose rows have the same bits in every batch: one order of sums for any number of rows.
 
 A library chooses a kernel by the number of rows, and with it the order in which an output is summed (He and Thinking
 Machines Lab, "Defeating Nondeterminism in LLM Inference", 2025). Here the order depends on the weight's shape and the
@@ -9,8 +9,8 @@ dtype alone:
 
 A step with few rows has a program for every part of a tile, and a second kernel adds their sums. A prompt has enough
 tiles to fill a GPU, so one program walks all parts. Both add the same numbers in the same order, and neither kernel may
-fuse a product with a sum outside of `tl.dot`. Tiles of different heights use different instructions. That those sum a
-block in the same order is what `check_invariance` tries on the user's GPU.
+fuse a product with a sum outside of `tl.dot`. Tiles of different heights use different instructions.
+`check_invariance` tests on the user's GPU that these sum a block in the same order.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _sum_of_blocks(  # type: ignore[no-untyped-def]
     x_rows, weight_rows, first, last, num_inputs,
     tile_rows: tl.constexpr, tile_columns: tl.constexpr, block: tl.constexpr, is_even: tl.constexpr,
 ):  # fmt: skip
-    """The blocks `first` to `last` of a tile, added in their order: float32 [tile_rows, tile_columns]."""
+    """Adds the blocks `first` to `last` of a tile in their order: float32 [tile_rows, tile_columns]."""
     summed = tl.zeros([tile_rows, tile_columns], tl.float32)
     for index in range(first, last):
         place = index * block + tl.arange(0, block)
@@ -54,7 +54,7 @@ def product_kernel(  # type: ignore[no-untyped-def]
     tile_rows: tl.constexpr, tile_columns: tl.constexpr, block: tl.constexpr,
     is_even: tl.constexpr, has_bias: tl.constexpr, is_split: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of rows, tile of outputs, part). If `is_split` it leaves the sums of its part, else the output."""
+    """Program (tile of rows, tile of outputs, part): writes its part's sums if `is_split`, otherwise the output."""
     row = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows).to(tl.int64)
     column = tl.program_id(1) * tile_columns + tl.arange(0, tile_columns).to(tl.int64)
     is_output = (row < num_rows)[:, None] & (column < num_outputs)[None, :]
@@ -112,7 +112,7 @@ def constants(tile: Tile, num_inputs: int, dtype: torch.dtype, *, has_bias: bool
 
 
 def options(tile: Tile) -> dict[str, Any]:
-    """Returns how `product_kernel` is compiled for `tile`."""
+    """Returns the compile options of `product_kernel` for `tile`."""
     return {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": False}
 
 
@@ -130,7 +130,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
 def product_by_tiles(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile, *, is_split: bool
 ) -> torch.Tensor:
-    """As `product`, cut as requested, which decides no bit of the result."""
+    """Computes `product` with the given `tile` and `is_split`, which change no bit of the result."""
     x = x.contiguous()
     assert weight.is_contiguous()
     (num_rows, num_inputs), num_outputs = x.shape, len(weight)

@@ -1,4 +1,4 @@
-"""How products are cut into programs. Imports neither torch nor Triton, as memory is planned without them."""
+"""Division of products into programs. Imports neither torch nor Triton, as memory is planned without them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LEAST_INPUTS = 256  # inputs of a part
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Share of one program, and how it is compiled. No bit of a result depends on it."""
+    """Share of one program, and its compile options. No bit of a result depends on it."""
 
     num_rows: int
     num_columns: int  # outputs
@@ -43,9 +43,10 @@ def choose_tile(num_rows: int, value_bytes: int) -> Tile:
 
 
 def num_parts(num_outputs: int, num_inputs: int) -> int:
-    """Returns the parts into which the inputs are cut: 1, 2, 4 or 8, so that programs of one part each fill a GPU.
+    """Returns the number of parts into which the inputs are cut: 1, 2, 4 or 8.
 
-    It depends on the shape of the weight alone, not on the GPU, so that different GPUs sum in one order.
+    It lets programs of one part each fill a GPU. It depends on the shape of the weight alone, not on the GPU, so that
+    different GPUs sum in one order.
     """
     parts, columns = 1, -(-num_outputs // _COLUMNS)
     while parts < _MOST_PARTS and parts * columns < _PROGRAMS and num_inputs >= 2 * parts * _LEAST_INPUTS:
@@ -54,12 +55,12 @@ def num_parts(num_outputs: int, num_inputs: int) -> int:
 
 
 def uses_programs_of_parts(tile: Tile, num_rows: int, num_outputs: int, parts: int) -> bool:
-    """Returns whether each part gets its own program, because there are too few tiles to fill a GPU."""
+    """Returns True if each part gets its own program, because there are too few tiles to fill a GPU."""
     return parts > 1 and tile.count(num_rows, num_outputs) < _PROGRAMS
 
 
 def part_sums_bytes(num_rows: int, num_outputs: int, num_inputs: int, value_bytes: int) -> int:
-    """Returns the bytes of the sums that the programs of parts leave; 0 if one program sums all parts."""
+    """Returns the bytes of the sums that the programs of parts write; 0 if one program sums all parts."""
     parts, tile = num_parts(num_outputs, num_inputs), choose_tile(num_rows, value_bytes)
     is_split = uses_programs_of_parts(tile, num_rows, num_outputs, parts)
     return 4 * parts * num_rows * num_outputs * is_split

@@ -1,4 +1,4 @@
-"""How attention is cut into programs. Imports neither torch nor Triton, as memory is planned without them."""
+"""Division of attention into programs. Imports neither torch nor Triton, as memory is planned without them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ _FULL = 256  # tiles times KV heads from which on a GPU is full without splits; 
 
 
 def padded_group(group: int) -> int:
-    """Places of a tile that the `group` query heads of one KV head take: the next power of 2."""
+    """Returns the places of a tile for the `group` query heads of one KV head: the next power of 2."""
     return 1 << (group - 1).bit_length()
 
 
 def num_tiles(num_rows: int, num_segments: int, group: int) -> int:
-    """The tiles that any cut of the rows into segments has at most."""
+    """Returns the largest number of tiles for any division of the rows into segments."""
     return num_rows // (TILE // padded_group(group)) + num_segments
 
 
 def uses_splits(num_programs: int, num_splits: int) -> bool:
-    """Returns whether a step has too few programs to fill a GPU, and splits that could fill it.
+    """Returns True if a step has too few programs to fill a GPU, and splits that could fill it.
 
-    `num_programs` is the number of tiles times that of KV heads.
+    `num_programs` is the number of tiles multiplied by that of KV heads.
     """
     return num_splits > 1 and num_programs < _FULL
