@@ -1,4 +1,4 @@
-"""Who verifies: the interface of every target engine."""
+"""Interface of every target engine, which verifies drafts."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ class GenerationRequest:
 
     @property
     def cache_root(self) -> bytes:
-        """Differs where the salt does; b"" without one."""
+        """Root of the block hashes, which differs with the cache salt; b"" without a salt."""
         return root_of(self.cache_salt)
 
     def end_token_ids(self, model: TargetModel) -> frozenset[int]:
-        """The tokens that end it, any of them. A text with a grammar ends where the grammar does."""
+        """Returns the tokens that each end the sequence. A text with a grammar ends where the grammar does."""
         ignores_eos = self.ignore_eos and self.constraints.grammar is None
         return self.stop_token_ids | (frozenset() if ignores_eos else frozenset(model.eos_token_ids))
 
@@ -91,12 +91,12 @@ class GenerationOutput:
 
     @classmethod
     def of_admission(cls, request_id: str) -> GenerationOutput:
-        """`request_id` has been admitted just now."""
+        """Returns the output that reports the admission of `request_id`."""
         return cls(request_id, (), None, 0, 0, admitted_at=time.time_ns())
 
     @classmethod
     def of_prompt(cls, request_id: str, logprobs: TokenLogprobs) -> GenerationOutput:
-        """`logprobs` are those of further tokens of the prompt."""
+        """Returns the output with `logprobs` of further prompt tokens."""
         return cls(request_id, (), None, 0, 0, prompt_logprobs=logprobs)
 
 
@@ -131,23 +131,23 @@ class Target(ABC):
     @property
     @abstractmethod
     def is_stuck(self) -> bool:
-        """Returns whether the engine has work but makes no progress. Thread-safe."""
+        """True if the engine has work but makes no progress. Thread-safe."""
 
     @property
     def adapters(self) -> Mapping[str, str]:
-        """The LoRA adapters that requests can name, each with the fingerprint of its contents. Thread-safe."""
+        """LoRA adapters that requests can name, each with the fingerprint of its contents. Thread-safe."""
         return {}
 
     async def load_adapter(self, name: str, path: str, *, replace: bool) -> str:
-        """Makes the adapter in the folder `path` one that requests can name; returns its fingerprint.
+        """Lets requests name the adapter in the folder `path`. Returns its fingerprint.
 
-        `replace`: in the place of one of that name with other contents, with which requests that run go on. Raises
-        InvalidRequestError, changing nothing.
+        `replace`: replaces an adapter of the same name with other contents; running requests keep the replaced one.
+        Raises InvalidRequestError, changing nothing.
         """
         raise InvalidRequestError("this target's engine has no adapters: they need target.engine vllm")
 
     async def unload_adapter(self, name: str) -> int:
-        """Requests cannot name it any more; those that run end as they began, and their number is returned.
+        """Stops requests from naming the adapter. Returns the number of running requests, which keep it.
 
         Raises NotFoundError.
         """
@@ -167,12 +167,14 @@ class Target(ABC):
 
     @abstractmethod
     def submit(self, request: GenerationRequest) -> None:
-        """Any thread. Raises InvalidRequestError, changing nothing, when the request can never run, and NotFoundError
-        where its adapter is not here."""
+        """Adds a request. Thread-safe. Raises InvalidRequestError, changing nothing, if it can never run.
+
+        Raises NotFoundError if its adapter is not loaded.
+        """
 
     @abstractmethod
     def abort(self, request_id: str) -> None:
-        """Any thread. Frees the request within a step; nothing more is published for it. Unknown: ignored."""
+        """Frees the request within a step; nothing more is published for it. Ignores unknown requests. Thread-safe."""
 
     @abstractmethod
     def load(self) -> TargetLoad: ...
@@ -184,4 +186,4 @@ class Target(ABC):
 
     @abstractmethod
     def readings(self) -> Iterable[Reading]:
-        """The worker's metrics as they are now; any thread."""
+        """Returns the worker's current metrics. Thread-safe."""

@@ -1,4 +1,4 @@
-"""Every target engine there is, by the name it has in the configuration."""
+"""Creates target engines by their names in the configuration."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ _BYTES_FOR_ALL_THREADS = 2**23
 
 
 def make_target(config: Config, tokenizer_fingerprint: str, progress: Progress | None = None) -> Target:
-    """The engine that `config` names, its model loaded, for drafts of tokens with that fingerprint.
+    """Returns the engine that `config` names, with its model loaded. Raises ConfigurationError.
 
-    Raises ConfigurationError.
+    It accepts drafts of tokens with the fingerprint `tokenizer_fingerprint`.
     """
     target = config.target
     if target.max_num_batched_tokens < target.max_num_seqs:
@@ -101,7 +101,7 @@ def _in_process_pool(
     has_device_of_its_own: bool = False,
     reads_much: bool = False,
 ) -> InProcessPool:
-    """Raises ConfigurationError when drafts and target differ in their tokens."""
+    """Returns a pool with `drafter`. Raises ConfigurationError if drafts and target differ in their tokens."""
     draft = config.draft
     of_draft = Tokenizer(resolve_model_folder(config.draft_model)).fingerprint()
     if of_draft != fingerprint:

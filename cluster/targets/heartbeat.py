@@ -1,4 +1,4 @@
-"""Watch over an engine's step loop: detects a loop that is stuck although its process still answers.
+"""Watches an engine's step loop: detects a loop that is stuck although its process still answers.
 
 It also measures how long the loop has had work.
 """

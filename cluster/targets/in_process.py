@@ -1,7 +1,7 @@
 """Drafter in the target's process, behind the interface of a pool of draft workers. Nothing is encoded or sent.
 
 It can compute in the engine's own thread, in turn with the target: proposals are drafted while a step waits for them,
-and no thread has to be woken. Or it computes in a thread of its own, as in a draft worker. Only then can it run ahead,
+and no thread has to be woken. Or it computes in its own thread, as in a draft worker. Only then can it run ahead,
 which pays if the target leaves cores or a device free.
 
 A drafter that fails is handled like a draft worker that died: sequences decode without drafts, and after a pause the
@@ -38,7 +38,7 @@ _STABLE_SECONDS = 5.0  # a drafter that ran this long did not fail at its start
 
 
 class InProcessLink:
-    """One life of the drafter."""
+    """Link to the drafter, from one of its starts to its failure."""
 
     address = ""
 
@@ -50,7 +50,7 @@ class InProcessLink:
         ended: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
-        """`ended` is called when sequences were closed."""
+        """`ended`: called when sequences were closed."""
         self.worker = worker
         self.model = model
         self.is_one_pass = worker.is_one_pass
@@ -116,7 +116,7 @@ class InProcessPool(LinkPool):
         return int(self._link is not None)
 
     async def run(self, endpoints: AsyncIterator[Sequence[str]]) -> None:
-        """`endpoints` are ignored: there is no other drafter."""
+        """Ignores `endpoints`, because there is no other drafter."""
         try:
             await asyncio.Event().wait()
         finally:
@@ -154,7 +154,7 @@ class InProcessPool(LinkPool):
         yield from self._worker.readings()
 
     def _begin(self) -> DraftWorker:
-        """A new life of the drafter, which holds no sequences."""
+        """Starts the drafter, which holds no sequences yet."""
         is_ready = threading.Event()
         worker = DraftWorker(
             self._drafter,
@@ -173,7 +173,7 @@ class InProcessPool(LinkPool):
         return worker
 
     def _watch(self) -> None:
-        """Notices that the drafter's own thread has ended, and that the pause after a failure has."""
+        """Detects that the drafter's own thread has ended, and that the pause after a failure is over."""
         if self._link is None:
             if time.monotonic() >= self._retry_at:
                 self._worker = self._begin()
@@ -181,7 +181,7 @@ class InProcessPool(LinkPool):
             self._fail(self._link, self._worker.error)
 
     def _draft(self, timeout: float) -> None:
-        """Until something has happened, `timeout` seconds at most."""
+        """Drafts until an event has happened, at most `timeout` seconds."""
         deadline = self._keeper.now() + timeout
         while self._link is not None and self._events.empty():
             if self._keeper.now() >= deadline:
@@ -192,12 +192,12 @@ class InProcessPool(LinkPool):
             self._do(self._link.worker.step)
 
     def _take_in(self) -> None:
-        """Sequences have ended: releases them now, as the next step may be far away."""
+        """Releases ended sequences now, as the next step may be far away."""
         if self.drafts_in_turn and self._link is not None:
             self._do(self._link.worker.take_in)
 
     def _do(self, work: Callable[[], None]) -> None:
-        """Some of the drafter's work, in the engine's thread."""
+        """Runs `work`, a part of the drafter's work, in the engine's thread."""
         assert self._link is not None
         started_at = time.thread_time()
         try:
@@ -239,7 +239,7 @@ def _compute_with(num_threads: int | None, is_ready: threading.Event) -> None:
 def _keeping_threads() -> Iterator[None]:
     """Restores the number of compute threads on exit, for this thread and for threads that start later.
 
-    A thread that sets its own number would otherwise set theirs too.
+    A thread that sets its own number would otherwise change theirs too.
     """
     num_threads = torch.get_num_threads()
     try:

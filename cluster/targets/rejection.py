@@ -25,7 +25,7 @@ class _Cache:
 
 @dataclass(frozen=True, slots=True)
 class _VerifiedChain:
-    """The drafts of one sequence's round."""
+    """Drafts of one sequence's round."""
 
     rows: slice  # rows of the step's logits
     generation: Generation
@@ -47,8 +47,8 @@ class _VerifiedChain:
 class RejectionSampler:
     """Verifies chains against the draft's distribution, which a copy of the draft computes.
 
-    A greedy sequence needs no distribution: its drafts are accepted where they equal the choice. So does one that the
-    copy has no room for, or that is too long for it: there the target's own choices count, which are as exact.
+    A greedy sequence needs no distribution: its drafts are accepted if they equal the choice. Nor does a sequence that
+    the copy has no room for, or that is too long for it: the target's own choices are used, which are as exact.
     """
 
     def __init__(self, draft: ModelRunner, limits: StepLimits) -> None:
@@ -66,8 +66,10 @@ class RejectionSampler:
         logits: torch.Tensor,
         step: Sequence[Scheduled],
     ) -> list[int]:
-        """`choices`, the target's own for the rows of `logits` [num_rows, vocab_size], with those of verified chains
-        replaced: they equal the drafts that are accepted, then comes the token after these, and the rest do not count.
+        """Returns the target's `choices` for the rows of `logits` [num_rows, vocab_size], revised for verified chains.
+
+        The choices of such a chain equal the accepted drafts, followed by the token after these; the rest is
+        meaningless.
         """
         for generation in [generation for generation in self._caches if not generation.block_table]:
             self.forget(generation)  # it was preempted
@@ -93,13 +95,13 @@ class RejectionSampler:
         return revised
 
     def forget(self, generation: Generation) -> None:
-        """Frees its blocks; one that comes again is computed again."""
+        """Frees the blocks of `generation`. If it comes again it is computed again."""
         cache = self._caches.pop(generation, None)
         if cache is not None:
             self._draft.blocks.free(cache.block_table)
 
     def _chains(self, step: Sequence[Scheduled]) -> list[_VerifiedChain]:
-        """The chains of `step` whose drafts were sampled, and that the copy has room for."""
+        """Returns the chains of `step` whose drafts were sampled, and that the copy has room for."""
         chains: list[_VerifiedChain] = []
         start = 0
         for scheduled in step:
@@ -116,7 +118,7 @@ class RejectionSampler:
         return chains
 
     def _draft_probabilities(self, chains: Sequence[_VerifiedChain]) -> torch.Tensor:
-        """Returns the distribution each draft was sampled from: float32 [drafts of all chains, vocab_size]."""
+        """Returns the distribution from which each draft was sampled: float32 [drafts of all chains, vocab_size]."""
         segments: list[Segment] = []
         for verified in chains:
             self._catch_up(verified)
@@ -127,7 +129,7 @@ class RejectionSampler:
         return probabilities(logits, [verified.sample_request(len(verified.draft_token_ids)) for verified in chains])
 
     def _catch_up(self, verified: _VerifiedChain) -> None:
-        """Computes a prompt in chunks, until the rest fits into one step."""
+        """Computes prompts in chunks, until the rest fits into one step."""
         cache, token_ids = verified.cache, verified.generation.token_ids
         while len(token_ids) - cache.num_computed_tokens > self._limits.max_num_batched_tokens:
             start = cache.num_computed_tokens

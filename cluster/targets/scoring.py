@@ -1,4 +1,4 @@
-"""Log-probabilities of a step's requests, collected during the commit and computed at once."""
+"""Log-probabilities of a step's requests, requested during the commit and computed together."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cluster.targets.token_generator import Scheduled
 
 
 class Scoring:
-    """Collects a step's log-probabilities. `finish` fills in those returned by `add` and `add_prompt`."""
+    """Collects requests for a step's log-probabilities. `finish` fills in the results of `add` and `add_prompt`."""
 
     def __init__(self) -> None:
         self._rows: list[int] = []
@@ -17,7 +17,10 @@ class Scoring:
         self._owed: list[tuple[int, TokenLogprobs]] = []  # with the position of their first row
 
     def add(self, rows: Sequence[int], token_ids: Sequence[int], width: int | None) -> TokenLogprobs | None:
-        """Requests those of `token_ids` in `rows` and of the `width` likeliest tokens. Returns None if `width` is."""
+        """Requests log-probabilities of `token_ids` in `rows` and of the `width` likeliest tokens.
+
+        Returns None if `width` is None.
+        """
         if width is None:
             return None
         owed = TokenLogprobs(width)
@@ -27,7 +30,10 @@ class Scoring:
         return owed
 
     def add_prompt(self, scheduled: Scheduled, first_row: int) -> TokenLogprobs | None:
-        """Returns those of the prompt tokens that `scheduled`, whose logits begin at `first_row`, yields; each once."""
+        """Requests those of the prompt tokens that `scheduled` scores, each once. Its logits begin at `first_row`.
+
+        Returns None if it scores none.
+        """
         sequence, num_scored = scheduled.sequence, scheduled.num_scored
         if not num_scored:
             return None
@@ -39,7 +45,10 @@ class Scoring:
         return self.add(rows, sequence.token_ids[start:end], sequence.request.num_prompt_logprobs)
 
     def finish(self, score: Callable[[Sequence[int], Sequence[int], int], TokenLogprobs]) -> None:
-        """Has all of them worked out by `score`, of rows, the tokens in them and a number of likeliest ones."""
+        """Computes all requested log-probabilities with one call of `score`.
+
+        Its arguments are the rows, their tokens, and a number of likeliest tokens.
+        """
         if not self._owed:
             return
         scores = score(self._rows, self._token_ids, max(owed.width for _, owed in self._owed))

@@ -21,7 +21,7 @@ from cluster.targets.token_generator import Scheduled
 
 
 class SimulatedTarget(StepLoop):
-    """Schedules, keeps blocks and runs rounds as any target does; only the forward pass and the sampling are not real.
+    """Schedules, keeps blocks and runs rounds as any target does; only the forward pass and the sampling are simulated.
 
     The token at a position is a function of the noise key and the position alone, and no token ends a sequence.
     """
@@ -68,14 +68,14 @@ class SimulatedTarget(StepLoop):
         raise AssertionError("a simulated engine got a request for log-probabilities")
 
     def _keep(self, block_table: Sequence[int], start: int, nodes: Sequence[int]) -> None:
-        """There is no KV."""
+        """Does nothing: there is no KV."""
 
     def _time_step(self, num_rows: int) -> float | None:
         return self._curve.at(num_rows) + self._sequence_seconds
 
 
 def _positions(scheduled: Scheduled) -> Sequence[int]:
-    """The positions of the tokens that are chosen: after the last committed one, and after every draft."""
+    """Returns the positions of the chosen tokens: after the last committed one, and after every draft."""
     start, parents = len(scheduled.sequence.token_ids), scheduled.drafts.parents
     if parents is None:
         return range(start, start + len(scheduled.drafts) + 1)

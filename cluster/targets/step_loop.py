@@ -44,9 +44,9 @@ _MAX_FAILED_STEPS = 3  # consecutive failures after which the engine has to be r
 
 
 class StepLoop(Target):
-    """A step: wait for proposals, schedule, run, sample, accept, commit, take in requests, tell, publish.
+    """Runs steps: wait for proposals, schedule, run, sample, accept, commit, take requests, notify drafters, publish.
 
-    An engine is a class that adds how a step is run, what its loop needs to know of that beforehand, and where KV goes.
+    A subclass adds how a step is run, what must be known before it, and where KV is moved.
     """
 
     def __init__(
@@ -87,11 +87,11 @@ class StepLoop(Target):
 
     @abstractmethod
     def _choose(self, step: Sequence[Scheduled]) -> list[int]:
-        """Runs the step; returns the target's choice for every row that yields one, in order."""
+        """Runs the step. Returns the target's choice for every row that yields one, in order."""
 
     @abstractmethod
     def _score(self, rows: Sequence[int], token_ids: Sequence[int], width: int) -> TokenLogprobs:
-        """Log-probabilities of `token_ids`, one for each of `rows`, and of the `width` likeliest tokens there.
+        """Returns the log-probabilities of `token_ids`, one for each of `rows`, and of the `width` likeliest tokens.
 
         `rows` are rows of the logits of the step that `_choose` has run. Each sequence has `num_logits` of them.
         """
@@ -102,14 +102,14 @@ class StepLoop(Target):
 
     @abstractmethod
     def _time_step(self, num_rows: int) -> float | None:
-        """Seconds that a step of `num_rows` rows takes, tried before the first request; None when it cannot be."""
+        """Runs a step of `num_rows` rows before the first request. Returns its seconds; None if it cannot run."""
 
     def _recovers(self) -> bool:
-        """Returns whether steps can go on after one that failed."""
+        """Returns True if steps can go on after one that failed."""
         return True
 
     def _forget(self, generation: Generation) -> None:
-        """`generation` has ended: releases the engine's own state of it."""
+        """Releases the engine's own state of `generation`, which has ended."""
 
     @property
     def is_stuck(self) -> bool:
@@ -210,7 +210,10 @@ class StepLoop(Target):
             self._scheduler.pace.know(times)
 
     def run_step(self, publish: Publish) -> bool:
-        """One step of a target that was not started, in the caller's thread; False when there is nothing to do."""
+        """Runs one step in the caller's thread, for a target that was not started.
+
+        Returns False if there is no work.
+        """
         if not self._generations:
             self._take_commands(publish)
         if not self._generations:
@@ -291,7 +294,7 @@ class StepLoop(Target):
         )
 
     def _commit(self, step: Sequence[Scheduled], choices: Sequence[int]) -> tuple[list[Round], list[GenerationOutput]]:
-        """Accepts, commits and rolls back every sequence of the step; finished ones are freed, and have no round."""
+        """Accepts, commits and rolls back every sequence of the step. Finished ones are freed, and have no round."""
         outputs: list[GenerationOutput] = []
         rounds: list[Round] = []
         scoring = Scoring()
@@ -339,9 +342,9 @@ class StepLoop(Target):
         return rounds, outputs
 
     def _accept(self, scheduled: Scheduled, choices: Sequence[int]) -> Sequence[int]:
-        """The nodes whose `choices` are committed: the last committed token, 0, and the accepted drafts after it.
+        """Returns the nodes whose `choices` are committed: the last committed token, 0, and the accepted drafts.
 
-        The KV of the accepted drafts then follows that of the tokens before them.
+        Moves the KV of the accepted drafts behind that of the tokens before them.
         """
         drafts, parents, sequence = scheduled.drafts, scheduled.parents, scheduled.sequence
         if parents is None:

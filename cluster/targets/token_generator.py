@@ -18,7 +18,7 @@ from cluster.targets.base import GenerationRequest, TargetModel
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Generation(engine.Sequence):
-    """One generation: its request, its state in the engine, and the coordinator's state.
+    """A generation: its request, its state in the engine, and the coordinator's state.
 
     All three share one list of tokens.
     """
@@ -30,7 +30,7 @@ class Generation(engine.Sequence):
 
     @classmethod
     def of(cls, request: GenerationRequest, model: TargetModel, max_drafts: int) -> Generation:
-        """Before its first step; `max_drafts` in a round if `request` has no number."""
+        """Returns a generation before its first step. `max_drafts`: most drafts in a round if `request` sets none."""
         token_ids, asked = list(request.token_ids), request.num_speculative_tokens
         end_token_ids = request.end_token_ids(model)
         max_len = request.num_prompt_tokens + request.max_tokens
@@ -64,11 +64,11 @@ class Generation(engine.Sequence):
 
     @property
     def error(self) -> OutriderError | None:
-        """Why it cannot go on."""
+        """The reason why the generation cannot go on; None if it can."""
         return None if self.constraint is None else self.constraint.error
 
     def count(self, device: torch.device, vocab_size: int) -> TokenCounts | None:
-        """Returns the counts of all tokens so far. Returns None if the request has no penalty."""
+        """Returns the counts of all tokens so far; None if the request has no penalty."""
         if not self.request.params.has_penalty:
             return None
         if self.counts is None:

@@ -41,7 +41,7 @@ class TorchTarget(StepLoop):
         speculation: SpeculationConfig,
         rejection: RejectionSampler | None = None,
     ) -> None:
-        """`rejection`: takes the place of coupled acceptance."""
+        """`rejection`: replaces coupled acceptance."""
         dtype, config = str(runner.model.dtype).removeprefix("torch."), runner.model.config
         model = TargetModel(name, dtype, config.vocab_size, config.eos_token_ids)
         super().__init__(model, limits, runner.blocks, pool, speculation)
@@ -102,7 +102,7 @@ class TorchTarget(StepLoop):
 
 
 def _of_choices(logits: torch.Tensor, step: Sequence[Scheduled]) -> torch.Tensor:
-    """The rows of `logits` that choices are made from: all, but for those of prompts that are scored."""
+    """Returns the rows of `logits` that yield choices: all except those of scored prompt tokens."""
     if not any(scheduled.num_scored for scheduled in step):
         return logits
     rows: list[int] = []

@@ -1,4 +1,4 @@
-"""Traits of a target: all that its answers depend on except the request.
+"""Traits of a target: everything that its answers depend on except the request.
 
 Two targets with equal traits give equal answers to a request. A router compares traits by name and value and has no
 list of them, so a new trait needs a change only here.
@@ -46,7 +46,7 @@ _FLAGS = (
 
 
 def traits_of(config: Config, model: TargetModel) -> dict[str, str]:
-    """The traits of the target that `config` describes and that runs `model`. Raises ConfigurationError."""
+    """Returns the traits of the target that `config` describes and that runs `model`. Raises ConfigurationError."""
     noise = str(NOISE_VERSION)
     if config.target.engine == "simulated":  # a token is a hash of noise key, position and vocabulary size
         return {"engine": "simulated", "vocab_size": str(model.vocab_size), "noise": noise}

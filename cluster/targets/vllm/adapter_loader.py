@@ -19,7 +19,7 @@ _LINGER_SECONDS = 30.0  # time until the copy of an unloaded adapter is deleted
 
 
 class AdapterLoader:
-    """Belongs to the thread of the engine's client."""
+    """Loads and unloads adapters. Belongs to the thread of the engine's client."""
 
     def __init__(self, adapters: Adapters, llm: AsyncLLM, engine_died: Callable[[], None]) -> None:
         self._adapters = adapters
@@ -29,7 +29,7 @@ class AdapterLoader:
         self._taken_out: set[asyncio.Task[None]] = set()  # keeps a reference: asyncio drops tasks without one
 
     async def load(self, name: str, path: str, *, replace: bool) -> str:
-        """Its fingerprint. Raises InvalidRequestError, changing nothing."""
+        """Loads an adapter. Returns its fingerprint. Raises InvalidRequestError, changing nothing."""
         async with self._changing:
             adapter = await asyncio.to_thread(self._adapters.read, name, path)
             try:
@@ -57,7 +57,7 @@ class AdapterLoader:
             return num_running
 
     async def add(self, adapter: Adapter) -> None:
-        """Has the engine load `adapter` and lets requests name it. Raises InvalidRequestError, changing nothing."""
+        """Loads `adapter` into the engine and lets requests name it. Raises InvalidRequestError, changing nothing."""
         try:
             await self._llm.add_lora(adapter.request())
             (unapplied, *_) = await self._llm.collective_rpc("unapplied_modules", args=(adapter.number,))

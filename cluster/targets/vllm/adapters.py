@@ -1,7 +1,7 @@
 """The LoRA adapters of a vLLM target: their names, and the requests that use them.
 
-vLLM knows an adapter by a number and a folder. Both are new for each that is loaded, so that nothing it keeps, such as
-KV, which it finds again by the adapter's name and folder, outlives a change of what a name stands for.
+vLLM identifies an adapter by a number and a folder. Both are new for each adapter that is loaded. So nothing that vLLM
+finds again by an adapter's name and folder, such as KV, outlives a change of a name's adapter.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cluster.vllm.lora import LoraLimits
 
 @dataclass(slots=True, eq=False)
 class Adapter:
-    """One that was read: a name's, until another takes its place or it is unloaded."""
+    """An adapter that was read. It has its name until another replaces it or it is unloaded."""
 
     name: str
     number: int  # the path that vLLM reads
@@ -41,7 +41,7 @@ class Adapter:
 
 
 class Adapters:
-    """All of a target. Any thread."""
+    """All adapters of a target. Thread-safe."""
 
     def __init__(self, target: TargetConfig, base: BaseModel, limits: LoraLimits) -> None:
         self._root = None if target.lora_root is None else Path(target.lora_root)
@@ -63,7 +63,7 @@ class Adapters:
             return self._named.get(name)
 
     def configured(self, target: TargetConfig) -> list[Adapter]:
-        """Reads those of the configuration. Raises ConfigurationError naming one that cannot be used."""
+        """Reads the adapters of the configuration. Raises ConfigurationError naming one that cannot be used."""
         adapters = []
         for name, folder in target.lora.items():
             try:
@@ -73,13 +73,13 @@ class Adapters:
         return adapters
 
     def read(self, name: str, path: str) -> Adapter:
-        """Copies and checks the adapter that a caller wants as `name`. Raises InvalidRequestError."""
+        """Copies and checks the adapter in `path` for the name `name`. Raises InvalidRequestError."""
         if self._root is None:
             raise InvalidRequestError("this target does not load adapters at run time: set target.lora_root")
         return self._read(name, folder_within(path, self._root))
 
     def check_room(self) -> None:
-        """Raises InvalidRequestError when one more would push another out of the engine's memory."""
+        """Raises InvalidRequestError if one more adapter would push another out of the engine's memory."""
         with self._lock:
             if len(self._in_engine) >= self._limits.num_adapters:
                 raise InvalidRequestError(
@@ -88,16 +88,16 @@ class Adapters:
                 )
 
     def publish(self, adapter: Adapter) -> Adapter | None:
-        """Requests may name it from now on; returns the one before it, if that is to be taken out of the engine."""
+        """Lets requests name the adapter. Returns the replaced one if it must be removed from the engine."""
         with self._lock:
             self._in_engine.add(adapter)
             before, self._named[adapter.name] = self._named.get(adapter.name), adapter
             return self._retire(before) if before is not None else None
 
     def unpublish(self, name: str) -> tuple[int, Adapter | None]:
-        """Requests may not name it any more. Returns how many run, and it, if it is to be taken out of the engine.
+        """Stops requests from naming the adapter. Raises NotFoundError.
 
-        Raises NotFoundError.
+        Returns the number of its running requests, and the adapter if it must be removed from the engine.
         """
         with self._lock:
             adapter = self._named.pop(name, None)
@@ -106,7 +106,7 @@ class Adapters:
             return adapter.num_running, self._retire(adapter)
 
     def acquire(self, name: str, fingerprint: str) -> Adapter:
-        """The one that a request is for, which it keeps until it is released. Raises NotFoundError."""
+        """Returns the adapter for a request, which keeps it until `release`. Raises NotFoundError."""
         with self._lock:
             adapter = self._named.get(name)
             if adapter is None or fingerprint not in ("", adapter.fingerprint):
@@ -115,13 +115,13 @@ class Adapters:
             return adapter
 
     def release(self, adapter: Adapter) -> bool:
-        """Returns whether it is to be taken out of the engine."""
+        """Releases one request's use of `adapter`. Returns True if it must be removed from the engine."""
         with self._lock:
             adapter.num_running -= 1
             return adapter.is_retired and adapter.num_running == 0
 
     def forget(self, adapter: Adapter) -> None:
-        """It is not in the engine any more."""
+        """Records that `adapter` is no longer in the engine."""
         with self._lock:
             self._in_engine.discard(adapter)
 

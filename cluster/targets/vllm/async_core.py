@@ -19,7 +19,7 @@ from cluster.vllm.coupling import Coupling
 
 
 class AsyncCoordinatedScheduler(CoordinatedScheduler, AsyncRoundScheduler):
-    """Named to vLLM as its `scheduler_cls`."""
+    """Scheduler class that vLLM loads as its `scheduler_cls`."""
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         output = super().schedule(throttle_prefills)
@@ -34,7 +34,7 @@ class AsyncCoordinatedScheduler(CoordinatedScheduler, AsyncRoundScheduler):
         return output
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
-        """Masks of the tokens that the constraints of the step's requests allow, one for each row."""
+        """Returns masks of the tokens that the constraints of the step's requests allow, one for each row."""
         request_ids, masks, num_drafts = [], [], []
         for request in self._constrained(scheduler_output):
             constraint = self._constraint(request)
@@ -54,7 +54,7 @@ class AsyncCoordinatedScheduler(CoordinatedScheduler, AsyncRoundScheduler):
         """Does nothing: the runner itself drafts nothing."""
 
     def _constrained(self, scheduler_output: SchedulerOutput) -> Iterator[Request]:
-        """The requests that choose a token in this step, and may not choose any."""
+        """Yields the requests with constraints that choose a token in this step."""
         for request_id in scheduler_output.num_scheduled_tokens:
             request = self.requests.get(request_id)
             if request is not None and not request.is_prefill_chunk and is_constrained(request.sampling_params):

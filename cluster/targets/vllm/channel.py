@@ -1,7 +1,8 @@
-"""The one channel between a worker's process and that of its engine core.
+"""The channel between a worker's process and that of its engine core.
 
-Down go the endpoints of the draft workers; up come what each step committed, and several times a second how the engine
-is. It is a Unix socket in a folder that only its owner may enter; both ends are ours, so messages are pickled.
+The worker sends the endpoints of the draft workers ("down"). The engine core sends what each step committed, and
+several times a second its status ("up"). The channel is a Unix socket in a folder that only its owner may enter. Both
+ends are ours, so messages are pickled.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Down: where the draft workers are from now on."""
+    """Down: the current endpoints of the draft workers."""
 
     addresses: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
 class Profiled:
-    """Down: the requests that were for profiling have ended, real ones come."""
+    """Down: profiling has ended; all further requests are real."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Outputs:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Up: how the engine is."""
+    """Up: the engine's status."""
 
     load: TargetLoad
     is_stuck: bool
@@ -60,13 +61,13 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Up: the engine is about to end, for this reason."""
+    """Up: the engine is about to end, with the reason."""
 
     cause: str
 
 
 class Channel:
-    """One end. Its own thread hands messages to `receive`, and calls `closed` when the peer is gone."""
+    """One end of the channel. Its thread passes messages to `receive`, and calls `closed` when the peer is gone."""
 
     def __init__(
         self, connection: Connection, receive: Callable[[Any], None], closed: Callable[[], None] = lambda: None
@@ -79,7 +80,7 @@ class Channel:
         threading.Thread(target=self._write, name="channel-writer", daemon=True).start()
 
     def send(self, message: Any) -> None:
-        """Any thread; never blocks. Dropped when the peer is gone."""
+        """Sends `message`; drops it if the peer is gone. Thread-safe; never blocks."""
         self._outbox.put(message)
 
     def _read(self) -> None:
@@ -103,7 +104,7 @@ class Channel:
 
 
 class ChannelListener:
-    """The worker's end before the engine core has come."""
+    """The worker's end before the engine core has connected."""
 
     def __init__(self) -> None:
         self._folder = OwnedFolder("outrider-engine-")  # the next target deletes it if this one is killed
@@ -111,7 +112,7 @@ class ChannelListener:
         self._listener = Listener(self.address, "AF_UNIX")
 
     def accept(self, receive: Callable[[Any], None], closed: Callable[[], None]) -> Channel:
-        """Waits for the engine core, which has connected by the time that it is ready."""
+        """Waits for the engine core, which connects before it reports that it is ready."""
         connection = self._listener.accept()
         self.close()
         return Channel(connection, receive, closed)
@@ -122,5 +123,5 @@ class ChannelListener:
 
 
 def connect(address: str, receive: Callable[[Any], None], closed: Callable[[], None]) -> Channel:
-    """The engine core's end."""
+    """Returns the engine core's end."""
     return Channel(Client(address, "AF_UNIX"), receive, closed)

@@ -56,7 +56,7 @@ _FINISH_REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class CoreSettings:
-    """Travels in vLLM's `additional_config`."""
+    """Settings that are sent in vLLM's `additional_config`."""
 
     channel: str
     speculation: SpeculationConfig
@@ -75,12 +75,12 @@ class CoreSettings:
         return DraftPool(self.tokenizer_fingerprint, self.place, self.trial_share, dialer)
 
     def compute_hash(self) -> str:
-        """Nothing here changes what vLLM compiles."""
+        """Returns an empty hash: no setting changes what vLLM compiles."""
         return ""
 
 
 class CoordinatedScheduler(RoundScheduler):
-    """Named to vLLM as its `scheduler_cls`."""
+    """Scheduler class that vLLM loads as its `scheduler_cls`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -276,7 +276,7 @@ def _kind(step: EngineStep) -> str:
 
 
 class _LastWords(logging.Handler):
-    """Passes on the exception that vLLM logs before its engine core ends."""
+    """Log handler that sends the exception that vLLM logs before its engine core ends."""
 
     def __init__(self, send: Any) -> None:
         super().__init__(logging.ERROR)

@@ -15,7 +15,7 @@ STEPS = 3 * len(DEPTHS)  # each depth three times: the first step may compile
 
 
 class ProfilingRounds:
-    """`cluster.vllm.scheduler.Rounds` that has drafts of every depth verified, and measures the steps.
+    """`cluster.vllm.scheduler.Rounds` that verifies drafts of every depth, and measures the steps.
 
     The drafts repeat one token and are nearly always wrong. Only their number matters.
     """

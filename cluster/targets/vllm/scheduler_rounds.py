@@ -45,7 +45,7 @@ _T = TypeVar("_T")
 def _contained(
     method: Callable[Concatenate[CoordinatedRounds, _P], _T],
 ) -> Callable[Concatenate[CoordinatedRounds, _P], _T | None]:
-    """Wraps `method`: an exception ends the rounds, and the call returns None. It also does while they are off."""
+    """Wraps `method`: an exception ends the rounds. Returns None after an exception, and while the rounds are off."""
 
     @functools.wraps(method)
     def call(rounds: CoordinatedRounds, /, *args: _P.args, **kwargs: _P.kwargs) -> _T | None:
@@ -72,7 +72,7 @@ class CoordinatedRounds:
         step_times: Sequence[tuple[int, float]] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`step_times`: rows of steps that were tried, and the seconds they took."""
+        """`step_times`: rows and seconds of steps that were tried."""
         self._links = links
         self._config = config
         self._vocab_size = vocab_size
@@ -87,7 +87,7 @@ class CoordinatedRounds:
 
     @property
     def is_on(self) -> bool:
-        """Returns whether rounds are on. Restarts them if the pause after a failure is over."""
+        """True if rounds are on. Restarts them if the pause after a failure is over."""
         if self._begin_anew_at is None:
             return True
         if self._clock() < self._begin_anew_at:
@@ -169,12 +169,12 @@ class CoordinatedRounds:
         return list(self._found(requests).values())
 
     def _found(self, requests: Sequence[Request]) -> dict[str, SpeculativeSequence]:
-        """The sequences of those of `requests` with sampling parameters, by request ID."""
+        """Returns the sequences of `requests` by request ID; omits requests without sampling parameters."""
         found = {request.request_id: self._sequence(request) for request in requests}
         return {request_id: sequence for request_id, sequence in found.items() if sequence is not None}
 
     def _sequence(self, request: Request) -> SpeculativeSequence | None:
-        """None for a request without sampling parameters."""
+        """Returns the sequence of `request`; None if the request has no sampling parameters."""
         sequence = self._sequences.get(request.request_id)
         if sequence is None:
             params = request.sampling_params
@@ -225,7 +225,7 @@ class Links:
         self._loop.call_soon_threadsafe(self._set, endpoints)
 
     def reset(self) -> None:
-        """Ends all links, and begins with a new pool."""
+        """Ends all links, and starts a new pool."""
         self.pool = self._new_pool()
         self._loop.call_soon_threadsafe(self._run)
 

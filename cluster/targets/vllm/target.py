@@ -196,7 +196,7 @@ class VllmTarget(Target):
                 raise ConfigurationError(f"target.lora {adapter.name!r}: {error}") from error
 
     async def _profile(self) -> None:
-        """Has the engine core try steps of more and more rows."""
+        """Makes the engine core try steps with an increasing number of rows."""
         started_at, num_sequences = time.monotonic(), 1
         while num_sequences <= self._config.target.max_num_seqs and time.monotonic() < started_at + _PROFILE_SECONDS:
             await asyncio.gather(*(self._try_steps(number) for number in range(num_sequences)))
@@ -270,7 +270,7 @@ class VllmTarget(Target):
             self._channel.send(Endpoints(()))
 
     def submit(self, request: GenerationRequest) -> None:
-        """vLLM refuses to start where the cache does not hold the longest sequence: every request has room."""
+        """Adds a request. Every request has room: vLLM does not start unless the cache holds the longest sequence."""
         if not self._is_coupled and self._drafts and (request.params.min_p or request.params.logit_bias):
             field = "min_p" if request.params.min_p else "logit_bias"
             raise InvalidRequestError(
@@ -353,7 +353,7 @@ class VllmTarget(Target):
             task.cancel()
 
     async def _generate(self, request: GenerationRequest, adapter: Adapter | None) -> None:
-        """Sees the request through; its tokens are published when they come up the channel."""
+        """Runs the request to its end. Its tokens arrive over the channel and are published from there."""
         try:
             if request.grammar is not None:
                 await self._tell_vocabulary(request.grammar.vocabulary)
@@ -440,7 +440,7 @@ class VllmTarget(Target):
             self._set_error()
 
     def _set_error(self) -> None:
-        """Its main program, which watches `error`, ends the process."""
+        """Sets `error`; the main program, which watches it, ends the process."""
         if self.error is None:
             cause, failed_at = self._failed
             is_recent = time.monotonic() < failed_at + _LAST_WORDS_SECONDS
@@ -451,7 +451,7 @@ class VllmTarget(Target):
 
 
 def _check_v2(config: Config) -> None:
-    """Raises ConfigurationError where the V2 runner has not been tried, or cannot keep the promise."""
+    """Raises ConfigurationError if a setting is untested on the V2 runner, or the runner cannot implement it."""
     for setting, is_there in (
         ("target.lora and target.lora_root", config.target.takes_adapters),
         ("speculation.acceptance engine", config.speculation.acceptance == "engine"),
