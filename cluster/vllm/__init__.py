@@ -1,1 +1,1 @@
-"""Everything of ours that touches vLLM's internals, for one version of it (`cluster.vllm.compatibility`)."""
+"""All code that uses vLLM's internals, for one version of vLLM (`cluster.vllm.compatibility`)."""

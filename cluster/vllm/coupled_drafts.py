@@ -1,10 +1,10 @@
 """Drafts that vLLM's V2 runner makes on its device, drawn under the noise of the target.
 
-`couple` replaces the draw of any of vLLM's speculators that have a draft model (EAGLE, MTP, `draft_model`). A draft is
-then what the target chooses if both models have the same distribution, as with a draft worker.
+`couple` replaces the draw of any of vLLM's speculators that have a draft model (EAGLE, MTP, `draft_model`). If both
+models have the same distribution, a draft then equals the target's choice, as with a draft worker.
 
-`RecordedSpeculator` is vLLM's speculator of the method `draft_model` with a depth that may change with every step, and
-recorded as CUDA graphs: vLLM's own runs kernel by kernel, always to the full depth.
+`RecordedSpeculator` replaces vLLM's speculator of the method `draft_model`. Its depth may change with every step, and
+it is recorded as CUDA graphs; vLLM's own runs kernel by kernel, always to the full depth.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class CoupledDraw:
         self._host = np.array(self._table.rows.cpu())
 
     def refresh(self) -> None:
-        """Takes over the couplings of new requests. Not to be recorded."""
+        """Copies the couplings of new requests to the device. Must not be recorded."""
         if self._num_changes == self._couplings.num_changes:
             return
         self._num_changes = self._couplings.num_changes
@@ -56,7 +56,10 @@ class CoupledDraw:
         self._table.rows.copy_(torch.from_numpy(self._host), non_blocking=True)
 
     def __call__(self, logits: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """Drafts, int64 [num_rows]. `logits` [num_rows, vocab_size] are those after the token at `positions`."""
+        """Returns drafts, int64 [num_rows].
+
+        `logits` [num_rows, vocab_size] are those after the token at `positions`.
+        """
         rows = self._table.rows[slots]
         rows[:, POSITION] = positions + 1
         rows[:, LOGIT_ROW] = torch.arange(len(rows), device=rows.device)
@@ -65,7 +68,7 @@ class CoupledDraw:
 
 
 def couple(speculator: Any, req_states: Any) -> None:
-    """Has `speculator`, one of vLLM's with a draft model, draw under the noise of the requests in `req_states`."""
+    """Makes `speculator`, one of vLLM's with a draft model, draw under the noise of the requests in `req_states`."""
     draw_drafts = CoupledDraw(req_states.max_num_reqs, couplings_of(req_states.all_token_ids), req_states.device)
     propose = speculator.propose
 
@@ -107,7 +110,10 @@ class _Batch:
 
 
 class RecordedSpeculator(StandaloneARSpeculator):
-    """The first draft is that of a pass over what the target has committed; each further one takes another pass."""
+    """Drafts with a draft model.
+
+    A pass over the tokens that the target has committed gives the first draft; each further draft takes another pass.
+    """
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
@@ -160,7 +166,7 @@ class RecordedSpeculator(StandaloneARSpeculator):
         is_profile: bool = False,
         num_speculative_tokens: int | None = None,
     ) -> torch.Tensor:
-        """int64 [num_reqs, K]: the first `num_speculative_tokens` columns are drafts."""
+        """Returns int64 [num_reqs, K], whose first `num_speculative_tokens` columns are drafts."""
         if dummy_run:
             warming: torch.Tensor = super().propose(
                 input_batch,
@@ -221,7 +227,7 @@ class RecordedSpeculator(StandaloneARSpeculator):
         )
 
     def draft_first(self, batch: Any) -> None:
-        """Drafts the first token after what `batch` has committed, and sets up the inputs of further ones."""
+        """Drafts the first token after the committed tokens of `batch`, and sets up the inputs of further ones."""
         number, buffers = batch.num_reqs, self.input_buffers
         self._prefill(batch, self._num_rejected[:number], self._last_sampled, number, False, None)
         self._drafts[:number] = self.draft_tokens[:number, 0]
@@ -231,7 +237,7 @@ class RecordedSpeculator(StandaloneARSpeculator):
         buffers.query_start_loc.copy_(self.arange_gpu)  # all: rows that pad a recorded size are sequences of one token
 
     def draft_further(self, number: int) -> None:
-        """Drafts one more token of each of `number` sequences."""
+        """Drafts one more token for each of `number` sequences."""
         buffers = self.input_buffers
         token_ids, positions = buffers.input_ids[:number], buffers.positions[:number]
         lengths, slots = buffers.seq_lens[:number], self.idx_mapping[:number]
@@ -256,6 +262,6 @@ class RecordedSpeculator(StandaloneARSpeculator):
 
 
 def _at_least(number: int, recorded: Mapping[int, Callable[[], None]]) -> Callable[[], None] | None:
-    """Returns the recorded call of the smallest size that has room for `number` sequences, if there is one."""
+    """Returns the recorded call of the smallest size that has room for `number` sequences; None if there is none."""
     size = min((size for size in recorded if size >= number), default=None)
     return None if size is None else recorded[size]

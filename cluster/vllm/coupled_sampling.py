@@ -1,8 +1,8 @@
 """Coupled sampling as a logits processor of vLLM's V2 runner.
 
-To vLLM every request is greedy. What is added here, temperature, filters and noise, makes its argmax our choice, and
-so its verification, which compares drafts with the argmax, the coupled rule. Bias, penalties, bad words and grammar
-are vLLM's own, and come before.
+To vLLM every request is greedy. This processor adds temperature, filters and noise, so that the argmax is our choice.
+vLLM's verification, which compares drafts with the argmax, thus becomes the coupled rule. Bias, penalties, bad words
+and grammar are vLLM's own, and are applied before.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class CoupledSampling(LogitsProcessor):
-    """Keeps what it needs of a request where the logits are, by slot: a step waits for no copy."""
+    """Logits processor that keeps the requests' parameters on the logits' device, by slot: no step waits for a copy."""
 
     def __init__(self, vllm_config: Any, req_states: LogitsProcRequestState) -> None:
         self._couplings = couplings_of(req_states.all_token_ids)
@@ -54,7 +54,10 @@ class CoupledSampling(LogitsProcessor):
             self._is_stale = False
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
-        """`logits` float32 [num_rows, vocab_size]; the row that is fed the token at `pos` draws that at `pos + 1`."""
+        """Adds noise to `logits`, float32 [num_rows, vocab_size].
+
+        The row whose input is the token at `pos` draws the token at `pos + 1`.
+        """
         if self.mask is not None:
             mask, self.mask = self.mask, None
             mask(logits)
@@ -100,7 +103,7 @@ class _Slots:
         )
 
     def to(self, device: torch.device) -> _Slots:
-        """A copy: steps that are under way read the one before."""
+        """Returns a copy on `device`, because running steps still read the previous one."""
         tensors = (self.temperature, self.min_p, self.top_p, self.top_k, self.is_drawn, self.keys)
         return _Slots(*(tensor.to(device, copy=True) for tensor in tensors))
 

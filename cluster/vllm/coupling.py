@@ -19,7 +19,7 @@ EXTRA_ARGS_KEY = "outrider"
 
 @dataclass(frozen=True, slots=True)
 class Coupling:
-    """One sequence's part."""
+    """Coupling of one sequence."""
 
     params: SamplingParams
     noise_key: NoiseKey
@@ -46,7 +46,7 @@ class Coupling:
 
     @classmethod
     def of(cls, extra_args: Mapping[str, Any] | None) -> Coupling | None:
-        """Returns the coupling that `to_extra_args` wrote. Returns None if `extra_args` has none."""
+        """Returns the coupling that `to_extra_args` wrote; None if `extra_args` has none."""
         found = (extra_args or {}).get(EXTRA_ARGS_KEY)
         if found is None:
             return None

@@ -15,7 +15,7 @@ class SlotCouplings:
         self.num_changes = 0
 
     def get(self, slot: int) -> Coupling | None:
-        """Returns the coupling in `slot`. Returns None if it has none, as of a request that vLLM warms up with."""
+        """Returns the coupling in `slot`; None for requests without one, such as vLLM's warm-up."""
         return self._by_slot.get(slot)
 
     def put(self, slot: int, coupling: Coupling | None) -> None:

@@ -1,4 +1,4 @@
-"""Rounds whose drafts the model runner makes itself, on the target's device, and which the host never sees.
+"""Rounds whose drafts the model runner makes itself, on the target's device. The host never reads these drafts.
 
 The host only decides how many there are. Drafts for the next step are made at the end of each step, for all of its
 sequences, as many as `next_depth` said when it was scheduled. A sequence that ran in a step without drafting misses
@@ -50,12 +50,12 @@ class DeviceRounds:
         self._num_tried = 0
 
     def tried(self) -> None:
-        """The steps tried before the first request are over."""
+        """Ends the trial steps before the first request."""
         self._depths.tried()
         self._is_trying = False
 
     def next_depth(self, requests: Iterable[Request]) -> int:
-        """Returns how many drafts the step about to be scheduled makes; `requests` run or wait."""
+        """Returns the number of drafts of the step that is about to be scheduled. `requests` run or wait."""
         if self._is_trying:
             self._num_tried += 1
             return min(DEPTHS[self._num_tried % len(DEPTHS)], self._max_depth)
@@ -82,11 +82,11 @@ class DeviceRounds:
         return planned if any(planned.values()) else {}
 
     def collect(self, decoding: Sequence[Request]) -> Mapping[str, Sequence[int]]:
-        """Nothing comes: the drafts are where they are verified."""
+        """Returns no drafts: these are already on the device."""
         return {}
 
     def scheduled(self, joining: Sequence[Request]) -> None:
-        """Nothing is kept of requests before they are asked about."""
+        """Does nothing: no state is kept of requests before `next_depth`."""
 
     def end(self, step: EngineStep) -> None:
         depth = self._scheduled.popleft()

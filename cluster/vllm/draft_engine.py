@@ -1,4 +1,4 @@
-"""vLLM in this process, to draft with: each step gives the requests that are named one token more."""
+"""vLLM as a drafter in this process: each step adds one token to the selected requests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cluster.vllm.scheduler import EngineLoad, EngineStep, RoundScheduler
 
 
 class DraftEngine:
-    """The engine core runs in the thread that calls; with one rank its model does, too.
+    """An engine core that runs in the calling thread; with one rank its model does, too.
 
     A request is added with its coupling and lives until it is removed, or reaches the longest length of the model.
     """
@@ -51,16 +51,16 @@ class DraftEngine:
         self.block_size: int = config.cache_config.block_size
 
     def load(self) -> EngineLoad:
-        """Any thread."""
+        """Returns the engine's load. Thread-safe."""
         return self._scheduler.load()
 
     @property
     def prefix_cache(self) -> tuple[int, int]:
-        """Tokens of the requests that were started, and how many of them were in the cache; any thread."""
+        """Tokens of the started requests, and how many of them were in the cache. Thread-safe."""
         return self._scheduler.num_queried_tokens, self._scheduler.num_hit_tokens
 
     def add(self, token_ids: Sequence[int], coupling: Coupling, cache_root: bytes = b"") -> str:
-        """A request to go on after `token_ids`, fewer than the longest length; returns its ID.
+        """Adds a request that continues `token_ids`, fewer than the longest length. Returns its ID.
 
         Its KV is shared only with requests of the same `cache_root`.
         """
@@ -80,13 +80,13 @@ class DraftEngine:
         return request_id
 
     def remove(self, request_id: str) -> None:
-        """Frees its blocks, which stay in the prefix cache; nothing happens where it has ended."""
+        """Frees the request's blocks, which stay in the prefix cache. Does nothing if it has ended."""
         self._engine.abort_request([request_id], internal=True)
 
     def step(self, request_ids: Collection[str]) -> dict[str, int]:
-        """Runs those requests one token on, as far as a step has room for prompts; returns the tokens that came.
+        """Adds one token to `request_ids`, as far as a step has room for prompts. Returns the new tokens.
 
-        Others stand still, but for prompts that are being computed.
+        Other requests do not advance, except for prompts that are being computed.
         """
         if threading.get_ident() != self._thread:
             # OpenMP counts threads for each thread that starts them.
@@ -120,7 +120,10 @@ class _Named:
 
 @contextmanager
 def _settable_threads() -> Iterator[None]:
-    """vLLM's CPU worker disables `torch.set_num_threads`, as if the process and its threads were its own."""
+    """Restores `torch.set_num_threads` on exit.
+
+    vLLM's CPU worker disables it, as if the process and its threads were its own.
+    """
     set_num_threads = torch.set_num_threads
     try:
         yield

@@ -1,9 +1,9 @@
 """Drafts for a step that is already submitted: the device waits for them, not the host.
 
 The engine core's process writes the drafts of bound step `number` to shared memory and then opens the gate by writing
-`number` to its first word. Every rank has the copy to its device, and all that follows in the step, queued behind a
-wait for that word: on a GPU its stream waits, on a CPU the worker's thread. What is read of a step whose drafts never
-came are those of another step, which the target rejects: a wait that is cut short changes no token.
+`number` to its first word. Every rank queues the copy to its device, and the rest of the step, behind a wait for that
+word: on a GPU its stream waits, on a CPU the worker's thread. If a step's drafts never come, it reads those of another
+step, which the target rejects, so a wait that is cut short changes no token.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class BoundStep:
 
 
 class _Memory:
-    """`word`, uint32 [1], and `drafts`, int64 [steps, requests, drafts], in `buffer`."""
+    """The shared memory `buffer`: `word`, uint32 [1], and `drafts`, int64 [steps, requests, drafts]."""
 
     def __init__(self, buffer: mmap.mmap, max_requests: int, max_drafts: int) -> None:
         self.buffer = buffer
@@ -55,7 +55,7 @@ class _Memory:
 
 
 class DraftGate:
-    """The engine core's side."""
+    """The engine core's side of the gate."""
 
     def __init__(self, max_requests: int, max_drafts: int) -> None:
         self._max_requests, self._max_drafts = max_requests, max_drafts
@@ -68,14 +68,14 @@ class DraftGate:
         self._opening = threading.Lock()
 
     def bind(self, request_ids: Sequence[str]) -> BoundStep:
-        """The next step that waits at the gate."""
+        """Returns the next step that waits at the gate."""
         self._num_bound += 1
         return BoundStep(self._path, self._num_bound, tuple(request_ids), self._max_requests, self._max_drafts)
 
     def open(self, step: BoundStep, drafts: Sequence[Sequence[int]] | None) -> bool:
         """Opens the gate of `step` with `drafts`, one sequence per request; None: with the present ones.
 
-        Any thread. False when it was let go on before, as then ranks have perhaps read what is there.
+        Thread-safe. Returns False if the gate was open before, because ranks may have read the drafts.
         """
         with self._opening:
             if step.number <= self._num_open:
@@ -90,10 +90,10 @@ class DraftGate:
 
 
 class DraftReader:
-    """A rank's side, for one device."""
+    """A rank's side of the gate, for one device."""
 
     def __init__(self, step: BoundStep, device: torch.device) -> None:
-        """Opens the gate that `step` waits at. Raises RuntimeError when the device cannot wait for it."""
+        """Opens the shared memory of the gate of `step`. Raises RuntimeError if the device cannot wait for it."""
         num_bytes = _Memory.num_bytes(step.max_requests, step.max_drafts)
         file = os.open(step.gate, os.O_RDWR)
         try:
@@ -106,9 +106,9 @@ class DraftReader:
         self._rings = [torch.from_numpy(drafts) for drafts in self._memory.drafts]
 
     def read(self, step: BoundStep) -> torch.Tensor:
-        """The drafts of `step`, int64 [num_requests, max_drafts], on the device once the gate is open.
+        """Returns the drafts of `step`, int64 [num_requests, max_drafts], on the device once the gate is open.
 
-        On a GPU it returns at once: what is queued after it in the current stream waits.
+        On a GPU it returns at once: later work in the current stream waits.
         """
         if self._device.type == "cuda":
             _wait_in_stream(torch.cuda.current_stream().cuda_stream, self._word_address, step.number % _WORD)
@@ -127,7 +127,7 @@ def _driver() -> ctypes.CDLL:
 
 
 def _register(word: npt.NDArray[np.uint32], num_bytes: int) -> int:
-    """Lets the GPU read the memory that begins with `word`; returns the address of the word there."""
+    """Lets the GPU read the memory that begins with `word`. Returns the device's address of the word."""
     host = word.ctypes.data
     portable_and_mapped = 1 | 2
     failed = torch.cuda.cudart().cudaHostRegister(host, num_bytes, portable_and_mapped)  # type: ignore[no-untyped-call]

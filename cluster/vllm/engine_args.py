@@ -54,7 +54,7 @@ _OWNED = {
 
 
 def common_engine_args(worker: WorkerConfig) -> dict[str, Any]:
-    """Arguments of `vllm.EngineArgs` that target and drafter share. Raises ConfigurationError."""
+    """Returns the arguments of `vllm.EngineArgs` that target and drafter share. Raises ConfigurationError."""
     for name in worker.engine_args:
         if name in _OWNED:
             setting = _OWNED[name]
@@ -85,7 +85,7 @@ def common_engine_args(worker: WorkerConfig) -> dict[str, Any]:
 
 
 def make_args(cls: type[Any], values: Mapping[str, Any]) -> Any:
-    """`cls(**values)`, one of vLLM's classes of arguments. Raises ConfigurationError naming an unknown one."""
+    """Returns `cls(**values)`, one of vLLM's classes of arguments. Raises ConfigurationError naming an unknown one."""
     try:
         return cls(**values)
     except TypeError as error:
@@ -93,7 +93,7 @@ def make_args(cls: type[Any], values: Mapping[str, Any]) -> Any:
 
 
 def wants_v2_runner() -> bool:
-    """Returns whether the target worker is to use vLLM's V2 model runner, with asynchronous scheduling."""
+    """Returns True if the target worker uses vLLM's V2 model runner, with asynchronous scheduling."""
     return os.environ.get(_RUNNER) == "1"
 
 
@@ -145,7 +145,7 @@ def set_environment(worker: WorkerConfig, *, v2_runner: bool = False) -> None:
 
 
 def _binding(cpus: Sequence[str], num_ranks: int) -> str:
-    """vLLM's notation: the cores of each rank, `|` between them."""
+    """Returns the cores of each rank in vLLM's notation, separated by `|`."""
     share = max(1, len(cpus) // num_ranks)
     ranks = [cpus[(rank * share) % len(cpus) :][:share] for rank in range(num_ranks)]
     return "|".join(",".join(rank) for rank in ranks)
@@ -159,7 +159,7 @@ def recommended_libraries() -> list[str]:
 
 
 def check_numerics(worker: WorkerConfig, numerics: str) -> None:
-    """Raises ConfigurationError where vLLM cannot keep the promise."""
+    """Raises ConfigurationError if vLLM does not support `numerics` with these settings."""
     if numerics != "invariant":
         return
     if resolve_device(worker.device).type == "cpu":

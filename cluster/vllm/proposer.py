@@ -1,4 +1,4 @@
-"""The proposer of vLLM's runner where drafts come from outside: it proposes nothing."""
+"""A proposer for vLLM's runner that proposes nothing, because drafts come from outside."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Any
 
 
 class NoProposer:
-    """vLLM's `custom_class`: its scheduler sets the drafts (`cluster.vllm.scheduler`)."""
+    """vLLM's `custom_class`; its scheduler sets the drafts (`cluster.vllm.scheduler`)."""
 
     def __init__(self, vllm_config: Any) -> None:
-        """`vllm_config` is ignored."""
+        """Ignores `vllm_config`."""
 
     def load_model(self, target_model: Any) -> None:
-        """There is none; the CPU runner calls this all the same."""
+        """Does nothing: there is no model, but the CPU runner calls this anyway."""
 
     def propose(self, sampled_token_ids: list[list[int]], *args: Any, **kwargs: Any) -> list[list[int]]:
-        """An empty list for every request."""
+        """Returns an empty list for every request."""
         return [[] for _ in sampled_token_ids]

@@ -55,12 +55,12 @@ class CoupledWorker(LoraWorker):
         BoundSteps(self.model_runner)
 
     def know_grammar_vocabulary(self, written: str) -> None:
-        """Called before the first request with a grammar."""
+        """Sets the vocabulary. Called before the first request with a grammar."""
         self._coupled_requests.constraints.know_vocabulary(written)
 
 
 class _Requests:
-    """The requests of a step, as sampling sees them."""
+    """Converts the requests of a step for sampling."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
@@ -70,7 +70,7 @@ class _Requests:
         self.constraints = RequestConstraints(self._vocab_size)
 
     def of_step(self, num_draft_tokens: list[int] | None = None) -> list[SampleRequest]:
-        """One for each request in the batch; without drafts each has one row."""
+        """Returns a sample request for each request in the batch; without drafts each has one row."""
         batch = self._runner.input_batch
         requests = []
         for index, request_id in enumerate(batch.req_ids):
@@ -123,7 +123,7 @@ class _Requests:
 
 
 class CoupledSampler(Sampler):
-    """vLLM's sampler but for the draw."""
+    """vLLM's sampler with another draw."""
 
     def __init__(self, original: Sampler, requests: _Requests) -> None:
         super().__init__(original.logprobs_mode, original.use_fp64_gumbel)
@@ -131,7 +131,7 @@ class CoupledSampler(Sampler):
         self._sampler: sampling.Sampler | None = None
 
     def best(self, logits: torch.Tensor, requests: list[SampleRequest]) -> torch.Tensor:
-        """The choice of every row, int64 [num_rows], on the device of `logits`."""
+        """Returns the choice of every row, int64 [num_rows], on the device of `logits`."""
         if self._sampler is None:
             self._sampler = sampling.Sampler(logits.device)
         token_ids, _ = self._sampler.best_tokens(logits, requests, 1)
@@ -158,9 +158,9 @@ class CoupledVerifier(RejectionSampler):
         logits: torch.Tensor,
         sampling_metadata: SamplingMetadata,
     ) -> SamplerOutput:
-        """Returns tokens as vLLM's own does: int32 [num_requests, most drafts + 1], padded with -1.
+        """Returns tokens in vLLM's format: int32 [num_requests, most drafts + 1], padded with -1.
 
-        `draft_probs` are ignored.
+        Ignores `draft_probs`.
         """
         choices = self._coupled.best(logits, self._requests.of_step(metadata.num_draft_tokens))
         output = accepted(choices, metadata)
@@ -178,9 +178,10 @@ class CoupledVerifier(RejectionSampler):
 
 
 def accepted(choices: torch.Tensor, metadata: SpecDecodeMetadata) -> torch.Tensor:
-    """The choices that are committed: those of accepted drafts and the one after them (`count_accepted`).
+    """Returns the committed choices: those of accepted drafts and the one after them (`count_accepted`).
 
-    `choices` [num_drafts + num_requests], a request's rows one after the other. On the device, without a read-back.
+    `choices` [num_drafts + num_requests], a request's rows one after the other. Runs on the device, without a
+    read-back.
     """
     device, width = choices.device, metadata.max_spec_len + 1
     starts = metadata.cu_num_sampled_tokens - metadata.cu_num_sampled_tokens.diff(

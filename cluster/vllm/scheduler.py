@@ -1,6 +1,6 @@
 """vLLM's scheduler with rounds between its steps: drafts from outside, set when a step is scheduled.
 
-It runs in the engine core's process, before the work is spread over tensor-parallel ranks, which need nothing of it.
+It runs in the engine core's process, before the work is spread over tensor-parallel ranks, which do not need it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class CommittedRound:
 
     @property
     def num_accepted(self) -> int:
-        """Drafts among the committed tokens."""
+        """Number of drafts among the committed tokens."""
         num_accepted = 0
         for draft, token in zip(self.draft_token_ids, self.token_ids, strict=False):
             if draft != token:
@@ -65,21 +65,24 @@ class Rounds(Protocol):
     """Interface of the rounds. Methods are called from the engine core's thread and must not raise."""
 
     def plan(self, decoding: Sequence[Request], joining: Sequence[Request]) -> Mapping[str, int] | None:
-        """The most drafts that the next step verifies of each of `decoding`, by request ID. None: no rounds."""
+        """Returns the most drafts that the next step verifies for each of `decoding`, by request ID.
+
+        Returns None if there are no rounds.
+        """
 
     def collect(self, decoding: Sequence[Request]) -> Mapping[str, Sequence[int]] | None:
-        """The drafts of the planned step, by request ID, once they have come.
+        """Returns the drafts of the planned step, by request ID, once they have come; None if there are no rounds.
 
-        One without an entry is left out of a step that is not yet scheduled. None: no rounds.
+        A request without an entry is left out of a step that is not yet scheduled.
         """
 
     def scheduled(self, joining: Sequence[Request]) -> None:
-        """The step is about to run; `joining`, whose prompts it computes, decode soon."""
+        """Called before the step runs; `joining`, whose prompts it computes, decode soon."""
 
     def end(self, step: EngineStep) -> None: ...
 
     def close(self, request: Request) -> None:
-        """It has finished or was aborted."""
+        """Called when the request has finished or was aborted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,7 @@ class EngineLoad:
 
 
 class RoundScheduler(Scheduler):
-    """One of our classes sets `rounds`; with None vLLM drafts by itself, or not at all."""
+    """vLLM's scheduler with rounds. A subclass sets `rounds`; with None vLLM drafts by itself, or not at all."""
 
     rounds: Rounds | None = None
     running: list[Request]
@@ -110,7 +113,7 @@ class RoundScheduler(Scheduler):
         self._leaves_prompts = False  # the step being scheduled, as an `EngineStep`
 
     def load(self) -> EngineLoad:
-        """Any thread."""
+        """Returns the engine's load. Thread-safe."""
         num_running, num_waiting = self.get_request_counts()
         pool = self.kv_cache_manager.block_pool
         num_blocks = pool.num_gpu_blocks - 1  # vLLM never uses one of them
@@ -196,11 +199,11 @@ class RoundScheduler(Scheduler):
         return outputs
 
     def admitted(self, output: SchedulerOutput) -> list[NewRequestData]:
-        """The requests that run for the first time: to the V2 runner those that were preempted are new, too."""
+        """Returns the requests that run for the first time; vLLM's V2 runner also lists preempted ones as new."""
         return [new for new in output.scheduled_new_reqs if not self.requests[new.req_id].num_preemptions]
 
     def _step_began_at(self) -> float:
-        """Returns the time at which the step whose output has come began to run."""
+        """Returns the time at which the step whose output was received began to run."""
         return self._scheduled_at
 
     def _verified_drafts(self, scheduler_output: SchedulerOutput, output: EngineCoreOutput) -> Sequence[int]:
@@ -210,7 +213,7 @@ class RoundScheduler(Scheduler):
         return [draft for draft in drafts if draft >= 0]
 
     def drafts(self, request: Request, proposed: Sequence[int], most: int) -> Sequence[int]:
-        """Returns the drafts to verify of the `proposed` ones, at most `most`."""
+        """Returns the drafts among `proposed` to verify, at most `most`."""
         return proposed[:most]
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
@@ -225,7 +228,7 @@ class RoundScheduler(Scheduler):
         return super()._free_request(request, delay_free_blocks)
 
     def _set_drafts(self) -> set[str]:
-        """Sets the drafts of the next step; returns the requests that it leaves out."""
+        """Sets the drafts of the next step. Returns the requests that it leaves out."""
         if self.rounds is None:
             return set()
         decoding, joining = self._running()
@@ -242,7 +245,7 @@ class RoundScheduler(Scheduler):
         return {request.request_id for request in decoding if request.request_id not in drafts}
 
     def _running(self) -> tuple[list[Request], list[Request]]:
-        """The running requests that choose a token in the next step, and those that only compute a prompt in it."""
+        """Returns the running requests that choose a token in the next step, and those that only compute a prompt."""
         decoding = [request for request in self.running if not request.is_prefill_chunk]
         return decoding, [request for request in self.running if request.is_prefill_chunk]
 
@@ -288,10 +291,10 @@ class RoundScheduler(Scheduler):
             self.scheduler_config.long_prefill_token_threshold = threshold
 
     def _left_prompts(self, num_scheduled_tokens: int) -> bool:
-        """Returns whether a scheduled step of `num_scheduled_tokens` tokens had no room for all prompt tokens.
+        """Returns True if a scheduled step of `num_scheduled_tokens` tokens had no room for all prompt tokens.
 
-        Requests that wait for a slot or for blocks do not count. How many of their tokens the prefix cache has is not
-        known.
+        Ignores requests that wait for a slot or for blocks, because the number of their tokens in the prefix cache is
+        not known.
         """
         if any(request.is_prefill_chunk for request in self.running):
             return True
@@ -299,9 +302,9 @@ class RoundScheduler(Scheduler):
         return bool(self.waiting) and len(self.running) < self.max_num_running_reqs and is_full
 
     def _without_slots_of(self, held_back: set[str], running: Sequence[Request]) -> LoRAConfig | None:
-        """vLLM's limit on adapters in a step, less those that only requests have that it does not see now.
+        """Returns vLLM's limit on adapters in a step, reduced by those that only `held_back` requests have.
 
-        Else it would admit others in their place, and could not schedule all of them in the next step.
+        vLLM would otherwise admit other adapters in their place, and could not schedule all requests in the next step.
         """
         if self.vllm_config.lora_config is None:
             return None
@@ -314,9 +317,9 @@ class RoundScheduler(Scheduler):
     def _place(
         self, decoding: Sequence[Request], drafts: Mapping[str, Sequence[int]], joining: Sequence[Request]
     ) -> bool:
-        """Sets as many of the drafts as there is budget for; none, and False, unless there are blocks for all of it.
+        """Sets the drafts that the budget has room for. Sets none and returns False if blocks are missing.
 
-        While prompts wait, drafts get at most half of what the budget leaves, so that prefill is not starved.
+        While prompts wait, drafts get at most half of the remaining budget, so that prefill is not starved.
         """
         budget = self.max_num_scheduled_tokens - len(decoding)
         prompt_tokens = min(budget, sum(request.num_tokens - request.num_computed_tokens for request in joining))
@@ -336,7 +339,10 @@ class RoundScheduler(Scheduler):
         return bool(num_free_blocks >= 0)
 
     def _useful_drafts(self, request: Request) -> int:
-        """More could not be committed: the bonus token takes the last place, and a step that runs commits one."""
+        """Returns the most drafts that could be committed.
+
+        The bonus token takes the last place, and a step that runs commits one token.
+        """
         max_len: int = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
         num_tokens = request.num_tokens + (request.num_output_placeholders > 0)
         return max(0, min(self.max_drafts, max_len - int(num_tokens) - 1))
@@ -347,7 +353,10 @@ def _adapter(request: Request) -> int | None:
 
 
 def _logprobs(found: Any, width: int | None) -> TokenLogprobs | None:
-    """vLLM's: [num_tokens, 1 + width] each, the token itself before the likeliest; of tokens in the order they have."""
+    """Converts vLLM's log-probabilities, [num_tokens, 1 + width] each, the token itself before the likeliest.
+
+    The tokens keep their order.
+    """
     if found is None or width is None:
         return None
     token_ids, values, ranks = found[:3]
@@ -361,7 +370,7 @@ def _logprobs(found: Any, width: int | None) -> TokenLogprobs | None:
 
 
 def _with_held_back(before: Sequence[Request], held_back: set[str], scheduled: Sequence[Request]) -> list[Request]:
-    """The running requests in their order, those that were held back among them; new ones at the end."""
+    """Returns the running requests in their order, including those held back; new ones come last."""
     still_running = {id(request) for request in scheduled}
     known = {id(request) for request in before}
     kept = [r for r in before if r.request_id in held_back or id(r) in still_running]

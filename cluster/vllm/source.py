@@ -1,4 +1,4 @@
-"""vLLM's names, signatures and bodies as its source has them, without importing it: another version's need not run."""
+"""Reads vLLM's names, signatures and bodies from its source, without importing it: another version need not run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Definition:
 
     @property
     def body_hash(self) -> str | None:
-        """Hash of a function's body, which ignores its docstring and layout. None if it is not a function."""
+        """Hash of a function's body, without its docstring and layout. None if it is not a function."""
         if not isinstance(self.node, ast.FunctionDef | ast.AsyncFunctionDef):
             return None
         body = self.node.body[1:] if ast.get_docstring(self.node) is not None else self.node.body
@@ -35,7 +35,7 @@ class Definition:
 
 
 def fetch_newest(folder: Path) -> Path:
-    """Unpacks the newest release's source into `folder`; returns where. Raises OSError when PyPI does not answer."""
+    """Unpacks the newest release's source into `folder`. Returns its path. Raises OSError if PyPI does not answer."""
     request = urllib.request.Request(_INDEX, headers={"Accept": "application/vnd.pypi.simple.v1+json"})
     with urllib.request.urlopen(request, timeout=60) as reply:
         files = json.load(reply)["files"]
@@ -59,7 +59,7 @@ class SourceTree:
         self._module = functools.cache(self._parse)
 
     def find(self, module: str, attribute: str) -> Definition | None:
-        """The definition of `attribute`, a path as in `InputProcessor.process_inputs`, as seen in `module`."""
+        """Returns the definition of `attribute`, a path as in `InputProcessor.process_inputs`, as seen in `module`."""
         first, *rest = attribute.split(".")
         found = self._in_module(module, first, frozenset())
         for name in rest:
@@ -158,7 +158,7 @@ def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _names(statement: ast.stmt) -> set[str]:
-    """That `statement` defines."""
+    """Returns the names that `statement` defines."""
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return {statement.name}
     targets: list[ast.expr] = []

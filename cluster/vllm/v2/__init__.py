@@ -1,4 +1,4 @@
-"""vLLM itself with our sampling and our drafts, on its V2 model runner: `vllm serve` with a plugin, no worker of ours.
+"""Our sampling and our drafts in vLLM itself, on its V2 model runner: `vllm serve` with a plugin, without our worker.
 
 Experimental: tried with Triton's interpreter on a CPU, not on a GPU.
 """

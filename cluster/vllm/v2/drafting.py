@@ -35,7 +35,7 @@ class _Running:
 
 
 class RemoteDrafting:
-    """Belongs to the engine's thread."""
+    """Rounds of one engine's requests. Belongs to the engine's thread."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
@@ -45,7 +45,7 @@ class RemoteDrafting:
     def add(
         self, request_id: str, token_ids: Sequence[int], num_prompt_tokens: int, max_len: int, coupling: Coupling
     ) -> None:
-        """The request runs from the next step on; a preempted one returns with its generated tokens."""
+        """Adds a request that runs from the next step on; a preempted one returns with its generated tokens."""
         own = list(token_ids)
         sequence = SpeculativeSequence(
             own, num_prompt_tokens, coupling.params, coupling.noise_key, coupling.num_speculative_tokens, max_len
@@ -65,7 +65,7 @@ class RemoteDrafting:
             self._coordinator.end(())
 
     def after_step(self, stepped: Sequence[Stepped]) -> dict[str, Sequence[int]]:
-        """The drafts for the next step, by request; waits for them, at most the draft timeout."""
+        """Returns the drafts for the next step, by request. Waits for them, at most the draft timeout."""
         rounds: list[Round] = []
         decoding: dict[str, _Running] = {}
         for request_id, token_ids, num_verified in stepped:

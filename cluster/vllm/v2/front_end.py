@@ -74,7 +74,7 @@ def check(config: Any) -> None:
 def _process_inputs(
     original: Callable[..., Any], processor: Any, request_id: str, prompt: Any, params: Any, *rest: Any, **options: Any
 ) -> Any:
-    """Every request of an engine with the plugin is coupled, of a process's other engines none."""
+    """Couples every request of an engine with the plugin; leaves the process's other engines unchanged."""
     additional_config = processor.vllm_config.additional_config
     if not isinstance(params, VllmSamplingParams) or not is_asked_for(additional_config):
         return original(processor, request_id, prompt, params, *rest, **options)

@@ -34,7 +34,7 @@ class LinkThread:
         atexit.register(self.stop)  # runs before the objects that the links use are closed
 
     def stop(self) -> None:
-        """The draft workers forget this engine's sequences."""
+        """Stops the links; the draft workers then drop this engine's sequences."""
         atexit.unregister(self.stop)
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._cancel)

@@ -1,6 +1,6 @@
-"""The requests in the slots of vLLM's V2 runner, and the drafts for them: on the one rank that has the links.
+"""The requests in the slots of vLLM's V2 runner, and their drafts, on the one rank that has the links.
 
-Nothing that goes wrong here may stop the engine: it goes on without drafts, and log and metrics say so.
+No failure here may stop the engine: it goes on without drafts, and log and metrics report the failure.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _P = ParamSpec("_P")
 def _guarded(
     method: Callable[Concatenate[EngineRequests, _P], Any],
 ) -> Callable[Concatenate[EngineRequests, _P], Any]:
-    """The first error turns speculation off for good."""
+    """Wraps a method: the first error turns speculation off for good."""
 
     @functools.wraps(method)
     def guarded(self: EngineRequests, /, *arguments: _P.args, **options: _P.kwargs) -> Any:
@@ -49,7 +49,7 @@ def _guarded(
 
 
 class EngineRequests:
-    """See the module. `req_states` is the model runner's."""
+    """Requests of one engine, as described in the module. `req_states`: the model runner's request states."""
 
     def __init__(self, vllm_config: Any, settings: PluginSettings, req_states: Any, pool: DraftPool) -> None:
         model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
@@ -68,7 +68,7 @@ class EngineRequests:
         self._watch(req_states)
 
     def start(self) -> None:
-        """Raises ConfigurationError when the metrics page's port is taken."""
+        """Starts the links and the metrics page. Raises ConfigurationError if the page's port is taken."""
         port = self._settings.metrics_port
         if port is not None:
             registry = WorkerMetrics(self.readings, self._model_name).registry
@@ -83,7 +83,7 @@ class EngineRequests:
         self._links.stop()
 
     def _watch(self, req_states: Any) -> None:
-        """Hears of requests that come and go where the model runner does its own book-keeping, on the host."""
+        """Wraps the methods of `req_states`, to follow requests that come and go on the host."""
         add, write, remove = req_states.add_request, req_states.apply_staged_writes, req_states.remove_request
 
         @functools.wraps(add)
@@ -127,7 +127,7 @@ class EngineRequests:
 
     @_guarded
     def after_step(self, input_batch: Any, num_sampled: torch.Tensor, k: int) -> list[list[int]] | None:
-        """k tokens for every request of the batch; None when speculation has failed."""
+        """Returns k tokens for every request of the batch; None if speculation has failed."""
         sampled = self._sampled(input_batch.idx_mapping, num_sampled, k)
         verified = input_batch.num_draft_tokens_per_req
         num_verified = [0] * len(sampled) if verified is None else verified.tolist()
@@ -157,6 +157,9 @@ class EngineRequests:
 
 
 def _filled(drafts: Sequence[int], sampled: Sequence[int], k: int) -> list[int]:
-    """`drafts`, or the token before them, on to k: any ID will do that the model has."""
+    """Returns the first k of `drafts`, padded with the last of them or, if empty, with the last sampled token.
+
+    Any ID of the model would do.
+    """
     last = [*sampled[-1:], *drafts][-1:] or [0]
     return [*drafts[:k], *last * (k - len(drafts))]

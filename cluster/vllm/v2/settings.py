@@ -19,10 +19,10 @@ SECTION = "outrider"
 
 
 class PluginSettings(BaseModel):
-    """Unknown keys are refused.
+    """Settings of the plugin. Unknown keys are refused.
 
-    vLLM verifies as many drafts in every step, so k is fixed: `controller` is fixed, and `max_speculative_tokens` is
-    `num_speculative_tokens`. Drafts are chains.
+    vLLM verifies the same number of drafts in every step, so k is fixed: `controller` is fixed, and
+    `max_speculative_tokens` is `num_speculative_tokens`. Drafts are chains.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -63,12 +63,12 @@ class PluginSettings(BaseModel):
 
     @property
     def num_speculative_tokens(self) -> int:
-        """0 if nothing can propose any."""
+        """Number of drafts in each step; 0 if no drafter is configured."""
         return self.speculation.num_speculative_tokens if self.draft_addresses else 0
 
     @classmethod
     def of(cls, additional_config: Mapping[str, Any]) -> PluginSettings:
-        """Raises ConfigurationError naming the key."""
+        """Reads the settings. Raises ConfigurationError naming the key."""
         try:
             return cls.model_validate(additional_config[SECTION])
         except ValidationError as error:

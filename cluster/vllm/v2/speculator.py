@@ -38,7 +38,7 @@ def make_speculator(vllm_config: Any, device: torch.device, req_states: Any) -> 
 
 
 def _log_as_vllm_does() -> None:
-    """vLLM's log handler covers its own modules only; this adds ours."""
+    """Adds our loggers to vLLM's log handler, which only covers its own modules."""
     ours = logging.getLogger("cluster")
     if not ours.handlers:
         ours.handlers = logging.getLogger("vllm").handlers
@@ -47,23 +47,23 @@ def _log_as_vllm_does() -> None:
 
 
 class RemoteSpeculator(BaseSpeculator):
-    """See the module."""
+    """Speculator that gets its drafts from draft workers, as described in the module."""
 
     supports_mm_inputs = False
     draft_logits = None  # token IDs only
     pcp_manager = None  # assigned by the model runner
 
     def __init__(self, num_speculative_tokens: int, device: torch.device, requests: EngineRequests | None) -> None:
-        """`requests` on the first rank only."""
+        """`requests`: only on the first rank; None on the others."""
         self._k = num_speculative_tokens
         self._device = device
         self._requests = requests
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
-        """Nothing is captured."""
+        """Does nothing: no graph is captured."""
 
     def capture(self) -> None:
-        """Nothing to."""
+        """Does nothing: no graph is captured."""
 
     @torch.inference_mode()
     def propose(
@@ -86,7 +86,7 @@ class RemoteSpeculator(BaseSpeculator):
         is_profile: bool = False,
         num_speculative_tokens: int | None = None,
     ) -> torch.Tensor:
-        """int64 [num_reqs, k], after the tokens that the step has sampled."""
+        """Returns the drafts after the tokens that the step has sampled, int64 [num_reqs, k]."""
         if dummy_run:
             return torch.zeros((input_batch.num_reqs, self._k), dtype=torch.int64, device=self._device)
         drafts = last_sampled.view(-1)[input_batch.idx_mapping].unsqueeze(1).repeat(1, self._k)
