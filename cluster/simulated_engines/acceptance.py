@@ -1,4 +1,4 @@
-"""How often a simulated drafter is right."""
+"""Acceptance of a simulated drafter."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cluster.config.simulation import SimulationConfig
 
 
 class AcceptanceSchedule:
-    """How often drafts are right: by their place in a proposal, or from some second on by that second's number."""
+    """Probability that a draft is right: by its place in a proposal, or a number that changes at set seconds."""
 
     def __init__(self, simulation: SimulationConfig, clock: Callable[[], float]) -> None:
         numbers = simulation.acceptance
@@ -18,7 +18,7 @@ class AcceptanceSchedule:
         self._started_at: float | None = None
 
     def start(self) -> None:
-        """The clock of the schedule starts with the first sequence."""
+        """Starts the clock of the schedule, with the first sequence."""
         if self._started_at is None:
             self._started_at = self._clock()
 

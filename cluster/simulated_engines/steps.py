@@ -16,8 +16,10 @@ _prepared = threading.local()
 
 
 class StepCurve:
-    """Seconds of a step over a count: linear between points (count, milliseconds), flat before the first, and beyond
-    the last along the last slope."""
+    """Seconds of a step by a count: linear between points (count, milliseconds).
+
+    Flat before the first point; after the last it continues the last slope.
+    """
 
     def __init__(self, points: Sequence[tuple[int, float]]) -> None:
         self._counts = [count for count, _ in points]
@@ -54,7 +56,7 @@ REAL_TIME = RealTime()
 
 
 def _sleep_until(deadline: float) -> None:
-    """On Linux some 10 µs longer, without spinning."""
+    """Sleeps until `deadline` without spinning; on Linux it takes about 10 µs longer."""
     if not getattr(_prepared, "is_done", False):
         _prepared.is_done = True
         if sys.platform == "linux":

@@ -8,12 +8,12 @@ _MASK = 2**64 - 1
 
 
 def token_at(key: NoiseKey, position: int, vocab_size: int) -> int:
-    """The token that the simulated target chooses at `position`, after any prefix."""
+    """Returns the token that the simulated target chooses at `position`, after any prefix."""
     return _hash(key.low ^ position) % vocab_size
 
 
 def uniform_at(key: NoiseKey, position: int, rank: int = 0) -> float:
-    """A number in [0, 1), independent of the token and of the numbers of other ranks."""
+    """Returns a number in [0, 1), independent of the token and of the numbers of other ranks."""
     return _hash(key.high ^ position ^ rank << 48) / 2**64
 
 

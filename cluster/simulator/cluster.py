@@ -114,7 +114,7 @@ class SimulatedCluster:
         return _Target(index, engine, time)
 
     def run(self, on_progress: Callable[[float], None] = lambda seconds: None) -> None:
-        """Runs the traffic to its end; calls `on_progress` with the virtual time about every second of it."""
+        """Runs the traffic to its end; calls `on_progress` with the virtual time about once per second of it."""
         arrivals = self._traffic.arrivals()
 
         def next_arrival() -> None:
@@ -150,8 +150,10 @@ class SimulatedCluster:
     # Requests.
 
     def _ask(self, arrival: Arrival) -> None:
-        """Does what the router does with a request (`Admission`, `ReplicaPool.find`): refuses it if there are too many,
-        else chooses the target with the fewest."""
+        """Handles a request as the router does (`Admission`, `ReplicaPool.find`).
+
+        Refuses it if there are too many, otherwise chooses the target with the fewest.
+        """
         number = self.recorder.arrived(arrival.seconds, arrival.answer_tokens)
         if self._num_in_flight >= self._config.router.max_waiting_requests:
             self.recorder.refused(number)
@@ -179,7 +181,7 @@ class SimulatedCluster:
         target.num_in_flight -= 1
 
     def _answered(self, target: _Target, at: float) -> None:
-        """Notes that a client has its whole answer; a closed stream sends its next request."""
+        """Records that a client has its whole answer; a closed stream sends its next request."""
         self._leave(target)
         self._now = max(self._now, at)
         arrival = self._traffic.after(at)
@@ -240,14 +242,14 @@ def _drafts_in_turn(config: Config) -> bool:
 
 
 def _num_drafts(config: Config) -> int:
-    """Returns the number of drafters: in all, or of each target where they are its own."""
+    """Returns the number of drafters: in all, or per target if each has its own."""
     if config.drafts_in_process:
         return 1
     return config.draft.replicas if config.has_draft_workers else 0
 
 
 def check(config: Config) -> None:
-    """Raises ConfigurationError if it cannot be simulated."""
+    """Raises ConfigurationError if `config` cannot be simulated."""
     limits = config.target
     _check_times(config.simulation)
     if max(config.target.replicas, config.draft.replicas) > _MAX_WORKERS:

@@ -15,7 +15,7 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Seconds."""
+    """Percentiles in seconds."""
 
     p50: float
     p90: float
@@ -23,7 +23,7 @@ class Percentiles:
 
     @classmethod
     def of(cls, values: npt.NDArray[np.float64]) -> Percentiles | None:
-        """Returns None if there are no values."""
+        """Returns the percentiles of `values`; None if there are no values."""
         return cls(*np.percentile(values, PERCENTILES).tolist()) if values.size else None
 
 
@@ -137,7 +137,7 @@ class Recorder:
         self._drafting = [_Drafting() for _ in range(num_drafts)]
 
     def arrived(self, now: float, answer_tokens: int) -> int:
-        """Returns the request's number."""
+        """Records an arrival. Returns the request's number."""
         self.arrived_at.append(now)
         self.answer_tokens.append(answer_tokens)
         self.first_at.append(np.nan)
@@ -149,7 +149,7 @@ class Recorder:
         self.is_refused[number] = True
 
     def committed(self, number: int, now: float, *, is_finished: bool) -> None:
-        """A step that ended now committed tokens of request `number`."""
+        """Records that a step that ended at `now` committed tokens of request `number`."""
         if np.isnan(self.first_at[number]):
             self.first_at[number] = now + self._after
         if is_finished:
@@ -167,7 +167,7 @@ class Recorder:
             self._waited[target] += step.wait_seconds
 
     def drafted(self, draft: int, now: float, seconds: float, num_sequences: int) -> None:
-        """A draft worker's step took `seconds` and ended now."""
+        """Records a draft worker's step that took `seconds` and ended at `now`."""
         self.num_draft_steps += 1
         if self._warm_up <= now <= self._until:
             drafting = self._drafting[draft]
@@ -180,7 +180,7 @@ class Recorder:
         return max(min(self._until, ended_at) - self._warm_up, 1e-9)
 
     def figures(self, ended_at: float, targets: Sequence[WorkerFigures], dollars_per_hour: float | None) -> Figures:
-        """Makes the figures; `targets` have the use of KV blocks and the preemptions."""
+        """Returns the figures. `targets` report the use of KV blocks and the preemptions."""
         seconds = self.seconds(ended_at)
         arrived, first, finished = (np.array(times) for times in (self.arrived_at, self.first_at, self.finished_at))
         answers = np.array(self.answer_tokens)

@@ -24,10 +24,10 @@ class OnGpus:
 
 
 def steps_of(config: Config, target: OnGpus | None, draft: OnGpus | None, mean_context: float) -> Config:
-    """`config`, whose simulated steps are those of models on GPUs, where these are given.
+    """Returns `config` with the simulated steps of models on GPUs, as far as these are given.
 
     The target's step is a curve over its rows, with nothing cached, and a time for each sequence: that of reading
-    `mean_context` tokens of its KV cache once. The draft's is a curve over its sequences, with so much cached.
+    `mean_context` tokens of its KV cache once. The draft's is a curve over its sequences, with the same number cached.
     """
     changed: dict[str, object] = {}
     if target is not None:
@@ -45,8 +45,11 @@ def steps_of(config: Config, target: OnGpus | None, draft: OnGpus | None, mean_c
 
 
 def num_kv_blocks(config: Config, target: OnGpus | None, kv_tokens: int | None) -> int:
-    """KV blocks of a target: for `kv_tokens`; or what the weights leave of its GPUs; or as many as a simulated target
-    of `config` has. Raises ConfigurationError when there are none."""
+    """Returns the KV blocks of a target. Raises ConfigurationError if there are none.
+
+    They hold `kv_tokens`, or fill the memory that the weights leave on its GPUs, or are those of a simulated target of
+    `config`.
+    """
     size = config.target.block_size
     if kv_tokens is not None:
         number = kv_tokens // size

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Overheads:
-    """Seconds of a worker between two steps."""
+    """Overheads of a worker between two steps, in seconds."""
 
     step: float = 0.0
     sequence: float = 0.0  # per sequence of the step

@@ -38,7 +38,7 @@ def table(figures: Figures) -> str:
 
 
 def _of(workers: Sequence[WorkerFigures]) -> str:
-    """How busy they are."""
+    """Returns a text with the load of `workers`."""
     busy = [worker.utilization for worker in workers]
     spread = f" ({min(busy):.1%} to {max(busy):.1%})" if len(busy) > 1 else ""
     return f"{len(busy)}, computing {fmean(busy):.1%} of the time{spread}"
@@ -78,7 +78,7 @@ def _course(figures: Figures) -> str:
 
 
 def to_json(figures: Figures) -> dict[str, Any]:
-    """Times in seconds."""
+    """Returns the figures as JSON, with times in seconds."""
     return asdict(figures)
 
 

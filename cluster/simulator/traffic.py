@@ -54,7 +54,7 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str) -> Lengths:
-        """`N` or `LEAST:MOST`. Raises ConfigurationError."""
+        """Parses `N` or `LEAST:MOST`. Raises ConfigurationError."""
         least, colon, most = text.partition(":")
         try:
             return cls(int(least), int(most if colon else least))
@@ -72,7 +72,8 @@ class Lengths:
 class OpenTraffic:
     """Requests at a random rate: independent of each other (Poisson), or in bursts.
 
-    The times between two are gamma-distributed with shape `1 / burstiness`: at 1 exponential, at 4 twice as spread out.
+    The times between two requests are gamma-distributed with shape `1 / burstiness`: at 1 exponential, at 4 twice as
+    spread out.
     """
 
     def __init__(
@@ -111,8 +112,10 @@ class OpenTraffic:
 
 
 class ClosedTraffic:
-    """Streams that send their next request when the last is answered, until `seconds`. They start evenly over
-    `ramp_seconds`."""
+    """Streams that send their next request when the last is answered, until `seconds`.
+
+    They start evenly over `ramp_seconds`.
+    """
 
     def __init__(
         self,
@@ -151,19 +154,21 @@ class RecordedTraffic:
 
     @property
     def seconds(self) -> float:
-        """Returns the time of the last arrival."""
+        """Time of the last arrival, in seconds."""
         return self._requests[-1].seconds
 
     @property
     def mean_context(self) -> float:
-        """Returns the mean length of a sequence while it decodes, over all generated tokens."""
+        """Mean length of a sequence while it decodes, over all generated tokens."""
         num_tokens = sum(request.answer_tokens for request in self._requests)
         return sum(r.answer_tokens * (r.prompt_tokens + r.answer_tokens / 2) for r in self._requests) / num_tokens
 
     @classmethod
     def read(cls, file: Path) -> RecordedTraffic:
-        """Reads JSON lines with `arrival_seconds`, `prompt_tokens` and `answer_tokens`; other fields are ignored.
-        Raises ConfigurationError."""
+        """Reads JSON lines with `arrival_seconds`, `prompt_tokens` and `answer_tokens`; ignores other fields.
+
+        Raises ConfigurationError.
+        """
         try:
             lines = file.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:

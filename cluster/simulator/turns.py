@@ -1,18 +1,18 @@
-"""Virtual time: clocks that only move when their owner sleeps, and the order in which several clocks go on.
+"""Virtual time: clocks that only advance when their owner sleeps, and the order in which several clocks continue.
 
-Each target of a cluster has a clock and runs its real step loop in a thread of its own. One thread runs at a time.
-Wherever a step loop lets time pass (a step, a wait for proposals) it names the time at which it is due and hands over
-to the target that is due first. Causality follows from three rules:
+Each target of a cluster has a clock and runs its real step loop in its own thread. One thread runs at a time. Wherever
+a step loop lets time pass (a step, a wait for proposals) it names the time at which it is due and hands over to the
+target that is due first. Causality follows from three rules:
 
 - A target that sleeps is due at the end of its sleep. One that polls its links is due when the poll ends, when the
-  first message arrives, or when one of its draft workers takes a turn, whichever is first; another target's turn may
-  change that, so it is computed again whenever somebody else has run.
-- A target goes on, and has a draft worker take a turn, only when no other target and no event of the traffic is due
+  first message arrives, or when one of its draft workers takes a turn, whichever is first. Another target's turn may
+  change that, so it is computed again whenever another thread has run.
+- A target continues, and lets a draft worker take a turn, only if no other target and no event of the traffic is due
   before that. All clocks have then reached that time, so everything that can arrive by then has been sent.
 - A message is sent at its sender's clock, the earliest of all at that moment, and takes no negative time. It therefore
   never arrives before a turn that its draft worker has already taken (`drafts` asserts that).
 
-What happens at the same instant is ordered: events, then the thread that runs, then targets by their number.
+The order at one instant is: events, then the thread that runs, then targets by their number.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class VirtualTime:
 
 
 class TargetTime(VirtualTime):
-    """Clock of one of several targets, which go on in the order that `turns` keeps."""
+    """Clock of one of several targets, which continue in the order that `turns` keeps."""
 
     def __init__(self, turns: Turns) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ _NUM_BLOCKS = 1_000_000
 def simulated_request(
     seed: int, vocab_size: int, prompt_len: int, max_tokens: int, num_speculative_tokens: int | None
 ) -> GenerationRequest:
-    """A request to a simulated target, whose answer depends on `seed` alone."""
+    """Returns a request to a simulated target, whose answer depends on `seed` alone."""
     return GenerationRequest(
         request_id=str(seed),
         token_ids=[(seed * 31 + place) % vocab_size for place in range(prompt_len)],
@@ -39,7 +39,7 @@ def simulated_request(
 
 @dataclass(slots=True)
 class VirtualCluster:
-    """One target and its `drafts`; without any, the draft workers of `config`, all alike."""
+    """One target and its `drafts`; without these, the draft workers of `config`, all alike."""
 
     config: Config
     drafts: Sequence[SimulatedDraft] = ()
@@ -80,11 +80,11 @@ class VirtualCluster:
         return (self.num_tokens - before) / max(self.time.now() - started_at, 1e-9)
 
     def step(self) -> bool:
-        """Runs one step of the target; False when there is nothing to do."""
+        """Runs one step of the target. Returns False if there is no work."""
         return self.target.run_step(self._publish)
 
     def readings(self, name: str) -> dict[tuple[str, ...], float]:
-        """The target's metric `name`, by the values of its labels."""
+        """Returns the target's metric `name`, by the values of its labels."""
         found = [reading for reading in self.target.readings() if reading.name == name]
         return {tuple(reading.labels.values()): reading.value for reading in found}
 
