@@ -1,5 +1,5 @@
-"""How programs of a cluster reach each other: every channel and every server between them is made here.
+"""Connections between the programs of a cluster: every channel and every server between them is made here.
 
-In plaintext, or, where `tls` is set, over mutual TLS, with a shared token where there is one. There is no way from the
-second back to the first: a program with certificates neither calls nor answers one without.
+They use plaintext or, if `tls` is set, mutual TLS, with a shared token if there is one. TLS never falls back to
+plaintext: a program with certificates neither calls nor answers one without.
 """

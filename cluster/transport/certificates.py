@@ -1,4 +1,4 @@
-"""A program's certificate, its key and the CA's, as its files have them now."""
+"""A program's certificate, its key and the CA's, as currently in their files."""
 
 from __future__ import annotations
 
@@ -24,11 +24,14 @@ class Pems:
 
 
 class Certificates:
-    """Any thread. Files that have changed are read when they are next needed; what cannot be used, such as a
-    certificate whose key has not come yet, leaves those of before."""
+    """Certificates that follow their files. Thread-safe.
+
+    Changed files are read when they are next needed. Unusable ones, such as a certificate whose key has not come yet,
+    leave the previous ones in use.
+    """
 
     def __init__(self, tls: TlsConfig) -> None:
-        """`tls` is on. Raises ConfigurationError naming the file."""
+        """`tls` must be on. Raises ConfigurationError naming the file."""
         self._ca, self._certificate, self._key = (
             path or "" for path in (tls.ca_file, tls.certificate_file, tls.key_file)
         )
@@ -51,9 +54,9 @@ class Certificates:
         return _server_context(self._ca, self._certificate, self._key)
 
     def reader_context(self) -> ssl.SSLContext:
-        """For who reads such a page: shows the certificate to a server that has one of the same CA, and to no other.
+        """Returns the context for a reader of such a page.
 
-        Raises ConfigurationError.
+        It shows the certificate only to a server with a certificate of the same CA. Raises ConfigurationError.
         """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # requires a certificate for the dialled name
         context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -73,7 +76,7 @@ class Certificates:
 
 
 def _content(setting: str, path: str) -> bytes:
-    """Raises ConfigurationError."""
+    """Returns the contents of the file at `path`. Raises ConfigurationError."""
     try:
         return Path(path).read_bytes()
     except OSError as error:
@@ -81,7 +84,7 @@ def _content(setting: str, path: str) -> bytes:
 
 
 def _server_context(ca: str, certificate: str, key: str) -> ssl.SSLContext:
-    """Raises ConfigurationError when the files are no certificates, or do not fit."""
+    """Returns a server's context. Raises ConfigurationError if the files are not certificates, or do not match."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.verify_mode = ssl.CERT_REQUIRED
@@ -98,7 +101,10 @@ def _load_authority(context: ssl.SSLContext, ca: str) -> None:
 
 
 def load_certificate(context: ssl.SSLContext, certificate: str, key: str, setting: str) -> None:
-    """Has new connections of `context` use them. Raises ConfigurationError naming `setting` when they cannot."""
+    """Makes new connections of `context` use the files.
+
+    Raises ConfigurationError naming `setting` if they are unusable.
+    """
     try:
         context.load_cert_chain(certificate, key, password=_no_password)
     except (OSError, ValueError) as error:  # SSLError is a subclass of OSError

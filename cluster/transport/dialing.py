@@ -28,7 +28,7 @@ class PageDialing:
 
 
 class Dialer:
-    """A channel is made with the certificates of its time: when `version` is another, a new one has others."""
+    """Makes channels with the current certificates; `version` changes when a new channel would have others."""
 
     def __init__(
         self,
@@ -63,13 +63,16 @@ class Dialer:
         return grpc.aio.secure_channel(address, self._credentials(self._certificates), options=self._named(options))
 
     def blocking_channel(self, address: str, options: Options = ()) -> grpc.Channel:
-        """For callers without an event loop."""
+        """Returns a channel for callers without an event loop."""
         if self._certificates is None:
             return grpc.insecure_channel(address, options=options)
         return grpc.secure_channel(address, self._credentials(self._certificates), options=self._named(options))
 
     def page_dialing(self) -> PageDialing | None:
-        """With the files of now. None: the workers' pages are in plaintext. Raises ConfigurationError."""
+        """Returns credentials from the current files; None: the workers' pages are in plaintext.
+
+        Raises ConfigurationError.
+        """
         if self._certificates is None:
             return None
         version = self._certificates.current().version

@@ -1,7 +1,7 @@
-"""Tells when files have been edited or replaced: those of keys, tokens and certificates, which change while all runs.
+"""Detects that files were edited or replaced: keys, tokens and certificates, which change while programs run.
 
-Files are looked at, since nothing tells of a change on every system. Kubernetes replaces a secret by turning a symbolic
-link around, which is another inode behind the same path.
+Files are polled, because no notification of changes works on every system. Kubernetes replaces a secret by turning a
+symbolic link around, which is another inode behind the same path.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ _State = tuple[tuple[int, int, int] | None, ...]
 
 class FileWatch:
     def __init__(self, paths: Iterable[str], *, settles: bool = False) -> None:
-        """As they are now is how the caller knows them. `settles`: a change counts when two looks in a row see the
-        same, for a caller who looks regularly and would otherwise read what somebody is still writing.
+        """The caller must have read the current contents.
+
+        `settles`: a change counts only when two polls in a row agree, for a caller who polls regularly and would
+        otherwise read a file that is still being written.
         """
         self._paths = tuple(paths)
         self._settles = settles
         self._known = self._seen = self._look()
 
     def has_changed(self) -> bool:
-        """Returns whether the files have changed since this last returned True."""
+        """Returns True if the files have changed since the last call that returned True."""
         before, self._seen = self._seen, self._look()
         if self._seen == self._known or (self._settles and self._seen != before):
             return False

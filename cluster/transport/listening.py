@@ -21,7 +21,7 @@ _BEARER = b"bearer "
 
 
 class Listener:
-    """Where one program answers others of its cluster."""
+    """Makes the servers of one program for other programs of its cluster."""
 
     def __init__(self, certificates: Certificates | None = None, token: TokenFile | None = None) -> None:
         self._certificates = certificates
@@ -40,19 +40,19 @@ class Listener:
         return self._certificates is not None
 
     def new_server(self, options: Options = ()) -> grpc.aio.Server:
-        """Whose every call has to bring the token, where there is one: health and reflection are calls as well."""
+        """Returns a server that requires the token, if there is one, in every call, including health and reflection."""
         token_checks = [] if self._token is None else [_TokenCheck(self._token)]
         return grpc.aio.server(interceptors=[*token_checks, _MessageCheck()], options=options)
 
     def open_port(self, server: grpc.aio.Server, address: str) -> int:
-        """Raises RuntimeError if the address cannot be listened on."""
+        """Opens the port. Raises RuntimeError if the server cannot listen at the address."""
         if self._certificates is None:
             return server.add_insecure_port(address)
         certificates, pems = self._certificates, self._certificates.current()
         last = pems.version
 
         def renew() -> Any:  # or None, which grpcio's types leave out
-            """Asked for at every handshake; None: as before."""
+            """Returns the certificates for a handshake; None: unchanged."""
             nonlocal last
             pems = certificates.current()
             if pems.version == last:
@@ -81,7 +81,7 @@ class Listener:
         return current
 
     def accepts(self, token: bytes) -> bool:
-        """Returns whether `token` is the shared one."""
+        """Returns True if `token` is the shared one."""
         return self._token is not None and self._token.accepts(token)
 
     @property
@@ -108,9 +108,9 @@ class _TokenCheck(grpc.aio.ServerInterceptor):
 
 
 class _MessageCheck(grpc.aio.ServerInterceptor):
-    """A single request that is no message is INVALID_ARGUMENT: gRPC says UNKNOWN, and logs a traceback of each.
+    """Answers a single request that cannot be parsed with INVALID_ARGUMENT.
 
-    Those of streams are left to who reads them.
+    gRPC would answer UNKNOWN, and log a traceback of each. Messages of streams are left to the method that reads them.
     """
 
     async def intercept_service(

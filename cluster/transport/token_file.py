@@ -19,23 +19,25 @@ _MIN_CHARACTERS = 16
 
 
 class TokenFile:
-    """Any thread. A file that has changed is read when it is next asked for; one that is broken leaves the tokens as
-    they were."""
+    """A token file. Thread-safe.
+
+    A changed file is read when it is next needed; an unusable one leaves the previous tokens in use.
+    """
 
     def __init__(self, path: str, setting: str) -> None:
-        """Raises ConfigurationError naming `setting`."""
+        """Reads the file. Raises ConfigurationError naming `setting`."""
         self._path = path
         self._setting = setting
         self._watch = FileWatch([path])
         self._tokens = _read(path, setting)
 
     def current(self) -> str:
-        """The one to send."""
+        """Returns the token to send."""
         self._follow()
         return self._tokens[0].decode()
 
     def accepts(self, token: bytes) -> bool:
-        """Compares in constant time."""
+        """Returns True if `token` is accepted. Compares in constant time."""
         self._follow()
         return sum(hmac.compare_digest(token, known) for known in self._tokens) > 0  # compared with all, always
 
@@ -50,7 +52,7 @@ class TokenFile:
 
 
 def _read(path: str, setting: str) -> tuple[bytes, ...]:
-    """Raises ConfigurationError, which never quotes a token."""
+    """Returns the tokens in the file. Raises ConfigurationError, which never quotes a token."""
     try:
         lines = Path(path).read_text(encoding="ascii").splitlines()
     except OSError as error:

@@ -1,7 +1,7 @@
-"""Messages to and from the wire's protobufs (protos/speculation/v1/draft.proto).
+"""Converts messages to and from protobufs (protos/speculation/v1/draft.proto).
 
-Columns are filled with `extend` and read with `[:]`, which take half of what a constructor's arguments and `list` do
-(5 us against 9 for one sequence); all others' fields are only touched when there is something in them.
+Columns are filled with `extend` and read with `[:]`, which take half the time of a constructor's arguments and `list`
+(5 us against 9 for one sequence). Empty fields are not touched.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def encode_sampling(params: SamplingParams) -> types_pb2.SamplingParams:
 
 
 def decode_sampling(params: types_pb2.SamplingParams) -> SamplingParams:
-    """Raises ValueError when there can be no such parameters."""
+    """Decodes sampling parameters. Raises ValueError if they are out of bounds."""
     if len(params.logit_bias_token_ids) != len(params.logit_bias_values):
         raise ValueError(
             f"logit_bias has {len(params.logit_bias_token_ids)} token IDs and {len(params.logit_bias_values)} values"
@@ -75,7 +75,7 @@ def encode_request(request: SpeculateRequest) -> draft_pb2.SpeculateRequest:
 
 
 def decode_request(message: draft_pb2.SpeculateRequest) -> SpeculateRequest:
-    """Raises ValueError if the columns of the message do not match, or a shape is invalid."""
+    """Decodes a request. Raises ValueError if the columns of the message do not match, or a shape is invalid."""
     columns = message.advance
     if len(message.shapes) > len(message.open) + len(columns.sequences):
         raise ValueError(f"the message has {len(message.shapes)} shapes, more than its sequences can refer to")
@@ -127,7 +127,7 @@ def encode_reply(reply: SpeculateReply) -> draft_pb2.SpeculateReply:
 
 
 def decode_reply(message: draft_pb2.SpeculateReply) -> SpeculateReply:
-    """Raises ValueError when the columns of the message do not fit together."""
+    """Decodes a reply. Raises ValueError if the columns of the message do not match."""
     columns = message.proposals
     lengths = columns.lengths[:]
     starts = columns.starts[:] or [0] * len(lengths)
@@ -150,7 +150,7 @@ def decode_reply(message: draft_pb2.SpeculateReply) -> SpeculateReply:
 
 
 class _ShapeTable:
-    """The shapes of a message, each once."""
+    """The distinct shapes of a message."""
 
     def __init__(self) -> None:
         self.numbers: dict[Shape, int] = {}
@@ -206,7 +206,7 @@ def _microseconds(seconds: float) -> int:
 
 
 def _encode_parents(proposals: Collection[Proposal]) -> list[int]:
-    """The column of parents: none when all proposals are chains."""
+    """Returns the column of parents; empty if all proposals are chains."""
     if all(entry.parents is None for entry in proposals):
         return []
     return [

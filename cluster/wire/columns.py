@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def split(values: Sequence[T], lengths: Sequence[int]) -> Iterator[Sequence[T]]:
-    """Cuts a flattened column back into its entries. Raises ValueError when the lengths are not those of `values`."""
+    """Yields the entries of a flattened column. Raises ValueError if `lengths` do not add up to those of `values`."""
     if sum(lengths) != len(values):
         raise ValueError(f"lengths add up to {sum(lengths)} but there are {len(values)} values")
     start = 0

@@ -1,7 +1,7 @@
-"""Messages between coordinator and draft worker, as the code on both sides handles them.
+"""Messages between coordinator and draft worker, in the form that both sides use.
 
 A message holds at most one entry for each sequence. Messages that wait for the same link are merged, so that a sender
-never queues more than one entry for a sequence, however slow the link is.
+never queues more than one entry for a sequence, even if the link is slow.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Open:
 
 @dataclass(slots=True)  # not frozen, like Proposal: one is made per sequence and step, and freezing doubles the time
 class Advance:
-    """Every token committed since `base`, a length that the drafter is known to have."""
+    """Every token committed since `base`, a length that the drafter has already received."""
 
     wire_id: int
     base: int
@@ -62,7 +62,7 @@ class Proposal:
         return Drafts(self.token_ids, self.parents)
 
     def grown(self, later: Proposal) -> Proposal | None:
-        """Returns it together with a `later` part of its tree; None if that is not the next part."""
+        """Returns the proposal extended by `later`, a part of its tree; None if that is not the next part."""
         if later.base != self.base or later.start != self.start + len(self.token_ids):
             return None
         parents = None
@@ -87,7 +87,7 @@ class SpeculateRequest:
         return bool(self.opens or self.advances or self.closes)
 
     def merge(self, newer: SpeculateRequest) -> None:
-        """Takes in a later request. Advances are cumulative, so the later one stands for both."""
+        """Merges a later request into this one. Advances are cumulative, so the later one replaces the earlier."""
         self.opens |= newer.opens
         self.advances |= newer.advances
         self.closes |= newer.closes
@@ -96,10 +96,11 @@ class SpeculateRequest:
             self.advances.pop(wire_id, None)
 
     def take_part(self, max_tokens: int) -> SpeculateRequest:
-        """Takes out what should be sent first: all that is short, the oldest opening, and the shortest of the others,
-        as far as the openings have `max_tokens` tokens together.
+        """Removes and returns the part to send first.
 
-        What is said of a sequence whose opening stays behind stays with it. Taken again and again nothing is left.
+        It consists of everything short, the oldest opening, and the shortest of the others, as long as the openings
+        have at most `max_tokens` tokens together. Entries of a sequence whose opening is left are left, too. Repeated
+        calls leave nothing.
         """
         first, *others = self.opens.values() if self.opens else (None,)
         openings = [] if first is None else [first]
@@ -142,13 +143,13 @@ class SpeculateReply:
         return bool(self.proposals or self.lost or self.refused)
 
     def add(self, proposal: Proposal) -> None:
-        """Takes in a proposal, which replaces an earlier one for its sequence or is the next part of it."""
+        """Adds a proposal, which replaces an earlier one for its sequence or is the next part of it."""
         earlier = self.proposals.get(proposal.wire_id) if proposal.start else None
         grown = None if earlier is None else earlier.grown(proposal)
         self.proposals[proposal.wire_id] = grown or proposal
 
     def merge(self, newer: SpeculateReply) -> None:
-        """Takes in a later reply."""
+        """Merges a later reply into this one."""
         for proposal in newer.proposals.values():
             self.add(proposal)
         self.lost |= newer.lost

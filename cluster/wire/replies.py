@@ -1,4 +1,4 @@
-"""Replies of a target for many calls at once, to and from the columns of `GenerateReplies`. No torch."""
+"""Converts a target's replies to many calls to and from the columns of `GenerateReplies`. No torch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ UNFINISHED = target_pb2.FINISH_REASON_UNSPECIFIED
 
 
 class RoundCounts(NamedTuple):
-    """The outcome of one round that verified at least one draft token.
+    """Outcome of one round that verified at least one draft token.
 
-    Its tokens are the accepted ones and the target's own after them, unless the sequence ended before it.
+    The round's tokens are the accepted drafts and the target's own token after them, unless the sequence ended before
+    it.
     """
 
     num_draft_tokens: int
@@ -39,7 +40,7 @@ class CallReply:
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache; in the first reply with tokens
 
     def merge(self, newer: CallReply) -> None:
-        """Takes in the reply that follows this one."""
+        """Appends the reply that follows this one."""
         if newer.rounds:
             start = len(self.token_ids)
             later = [counts._replace(start=start + counts.start) for counts in newer.rounds]
@@ -53,7 +54,7 @@ class CallReply:
 
 
 def encode_replies(replies: Mapping[int, CallReply]) -> target_pb2.GenerateReplies:
-    """`replies` are by call number."""
+    """Encodes `replies`, which are by call number."""
     message = target_pb2.GenerateReplies(
         calls=replies,
         num_tokens=[len(reply.token_ids) for reply in replies.values()],
@@ -83,7 +84,7 @@ def encode_replies(replies: Mapping[int, CallReply]) -> target_pb2.GenerateRepli
 
 
 def decode_replies(message: target_pb2.GenerateReplies) -> dict[int, CallReply]:
-    """The replies by call number. Raises ValueError when the columns of the message do not fit together."""
+    """Returns the replies by call number. Raises ValueError if the columns of the message do not match."""
     columns = split(message.token_ids[:], message.num_tokens)
     replies = {call: CallReply(list(token_ids)) for call, token_ids in zip(message.calls, columns, strict=True)}
     if message.num_rounds:
