@@ -1,12 +1,12 @@
-"""Where the workers of a pool are: lists of addresses that change while the programs run. Imports no torch.
+"""Addresses of a pool's workers: lists that change while the programs run. Imports no torch.
 
     host:port       one worker
     dns:name:port   one worker at every address (A and AAAA) of the name
-    file:path       the workers that a file lists, one host:port a line; blank lines and what follows a # are ignored;
+    file:path       the workers that a file lists, one host:port a line; blank lines and text after a # are ignored;
                     labels of its place may follow an address: host:port host=h2 zone=b region=r
 
-Names and files are looked at again and again: neither can tell that it has changed on every system. What cannot be read
-leaves the last list as it was, since workers do not go away with the directory that lists them.
+Names and files are polled, because neither can report changes on every system. If one cannot be read, the last list
+stays valid: workers do not go away with the directory that lists them.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ _FileState = tuple[int, int, int]
 
 
 async def follow_addresses(addresses: Sequence[str]) -> AsyncIterator[Sequence[str]]:
-    """As `follow`, without the labels."""
+    """Yields the lists of `follow`, without the labels."""
     async for lines in follow(addresses):
         yield list(dict.fromkeys(Endpoint.parse(line).address for line in lines))
 
 
 async def follow(addresses: Sequence[str]) -> AsyncIterator[Sequence[str]]:
-    """Yields all that `addresses` stand for, each once and in their order: now, and whenever it changes. They are lines
-    as `Endpoint` has them: an address, and labels of its place where a file gives some.
+    """Yields the endpoints of `addresses`, each once and in order: now, and after every change.
+
+    An endpoint is a line as `Endpoint` has it: an address, and the labels of its place if a file gives some.
     """
     sources = [_source(address) for address in addresses]
     changed = asyncio.Event()
@@ -66,7 +67,7 @@ async def follow(addresses: Sequence[str]) -> AsyncIterator[Sequence[str]]:
 
 
 def advertised_address(worker: WorkerConfig) -> str:
-    """Where others reach the worker that `worker` describes. Raises ConfigurationError."""
+    """Returns the address at which other programs reach `worker`. Raises ConfigurationError."""
     if worker.advertise is not None:
         return worker.advertise
     host, _, port = worker.listen_address.rpartition(":")
@@ -74,7 +75,10 @@ def advertised_address(worker: WorkerConfig) -> str:
 
 
 def parse_list(text: str) -> list[str]:
-    """The workers in the text of a file. Raises ValueError, naming the line, when one is not as `Endpoint` has it."""
+    """Returns the workers in the text of a file.
+
+    Raises ValueError, naming the line, if one is not a valid `Endpoint`.
+    """
     addresses = []
     for number, line in enumerate(text.splitlines(), start=1):
         worker = line.partition("#")[0].strip()
@@ -88,7 +92,7 @@ def parse_list(text: str) -> list[str]:
 
 
 async def resolve(name: str, port: str) -> list[str]:
-    """All addresses of `name`, sorted, because name servers rotate them. Raises OSError or UnicodeError."""
+    """Returns all addresses of `name`, sorted, because name servers rotate them. Raises OSError or UnicodeError."""
     infos = await asyncio.get_running_loop().getaddrinfo(name, None, type=socket.SOCK_STREAM)
     hosts = sorted({str(info[4][0]) for info in infos})
     return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts]
@@ -105,7 +109,7 @@ class _Source(ABC):
 
     @abstractmethod
     async def watch(self, changed: asyncio.Event) -> None:
-        """Looks, again and again if it may change, and sets `changed` whenever `addresses` has."""
+        """Reads the source, repeatedly if it may change, and sets `changed` whenever `addresses` has changed."""
 
     def _take(self, addresses: Iterable[str], changed: asyncio.Event) -> None:
         if self._complaint is not None:
@@ -116,7 +120,7 @@ class _Source(ABC):
         changed.set()
 
     def _keep(self, complaint: str) -> None:
-        """Keeps the list, and logs the reason once."""
+        """Keeps the last list, and logs the reason once."""
         if complaint != self._complaint:
             logger.warning(
                 "%s: %s; the last list of %d addresses stays in use", self._name, complaint, len(self.addresses)
@@ -142,7 +146,7 @@ class _Name(_Source):
 
 
 class _File(_Source):
-    """A file that has changed is read only when it looks the same twice: until then somebody may be writing it."""
+    """A file of endpoints. A change is read only when two polls agree, because the file may still be being written."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -167,7 +171,7 @@ class _File(_Source):
 
 
 def _state_of(path: Path) -> _FileState:
-    """Differs after every change: of its time, of its size, or of the file that has this name."""
+    """Returns a state that differs after every change of the file's time, its size or the file behind its name."""
     status = os.stat(path)
     return status.st_mtime_ns, status.st_size, status.st_ino
 

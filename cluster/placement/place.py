@@ -1,4 +1,4 @@
-"""Where a worker is, and how far away that lets one expect another to be. Imports no torch."""
+"""Location of a worker, and the round trip estimated from two locations. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ENVIRONMENT = "OUTRIDER_{}"  # variables that a launcher may set, such as OUTRI
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """None: not known."""
+    """Location of a program. None: unknown."""
 
     host: str | None = None
     zone: str | None = None
@@ -24,12 +24,12 @@ class Place:
 
     @classmethod
     def own(cls, placement: PlacementConfig, environment: Mapping[str, str]) -> Place:
-        """This program's place, from its configuration, then from its environment."""
+        """Returns this program's place, from its configuration, then from its environment."""
         names = [field.name for field in fields(cls)]
         return cls(*[getattr(placement, name) or environment.get(_ENVIRONMENT.format(name.upper())) for name in names])
 
     def round_trip_to(self, other: Place) -> float | None:
-        """Estimated seconds; None if the labels do not suffice."""
+        """Returns the estimated round trip in seconds; None if the labels do not suffice."""
         is_same = {
             field.name: getattr(self, field.name) == getattr(other, field.name)
             for field in fields(self)
@@ -58,7 +58,7 @@ class Endpoint:
 
     @classmethod
     def parse(cls, line: str) -> Endpoint:
-        """Raises ValueError with the problem."""
+        """Parses `line`. Raises ValueError with the problem."""
         address, *labels = line.split()
         if not re.fullmatch(HOST_PORT, address):
             raise ValueError(f"{line[:60]!r} is not host:port")

@@ -1,8 +1,8 @@
-"""The live workers of a cluster: place, model and load, as they announced them lately. No I/O; callers give the time.
+"""The live workers of a cluster: place, model and load, as recently announced. No I/O; callers pass the time.
 
-It is soft state. A worker announces itself every second or so and is forgotten when it has not for a while, so that a
-registry that was lost is a new one that fills again. Until it has settled, its lists only add to those that callers
-have: nobody loses a worker because the registry is new.
+It is soft state. A worker announces itself about every second and is forgotten after a period of silence. So a lost
+registry is replaced by an empty one that fills again. Until that has settled, its lists only add to those that callers
+have, so that no caller loses a worker because the registry is new.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Load:
 class Announcement:
     """A worker's announcement of itself.
 
-    `epoch` grows with every start of a program: if two have one address, or one replica, the greater counts.
+    `epoch` grows with every start of a program: if two programs have one address, or one replica, the greater is valid.
     """
 
     replica: str
@@ -63,19 +63,19 @@ class View:
 
     @property
     def stamp(self) -> tuple[int, int]:
-        """Differs from that of every other state of the list."""
+        """Identifier of this state of the list, different from that of every other state."""
         return self.incarnation, self.version
 
 
 def endpoints_after(last: Sequence[Endpoint], view: View) -> tuple[Endpoint, ...]:
-    """The list of a caller that had `last`."""
+    """Returns the new list of a caller that had `last`."""
     current = {member.address: Endpoint(member.address, member.node) for member in view.members}
     known = {endpoint.address: endpoint for endpoint in last}
     return tuple((current if view.is_settled else known | current).values())
 
 
 class Registry:
-    """Times are seconds of one clock that never goes back."""
+    """The registry. Times are seconds of one monotonic clock."""
 
     def __init__(self, incarnation: int, config: PlacementConfig, now: float) -> None:
         self._incarnation = incarnation
@@ -91,7 +91,7 @@ class Registry:
 
     @property
     def version(self) -> int:
-        """Grows whenever a list changes, or may be relied on from now on."""
+        """Version, which grows whenever a list changes, or becomes reliable."""
         return self._version
 
     @property
@@ -99,7 +99,7 @@ class Registry:
         return not self._members
 
     def announce(self, announcement: Announcement, now: float) -> bool:
-        """Returns False if a newer program of the same replica, or at the same address, is known; else lists it."""
+        """Lists the program. Returns False if a newer one of the same replica, or at the same address, is known."""
         address, epoch = announcement.address, announcement.epoch
         fence, _ = self._fences.get(address, (-1, 0.0))
         same = self._members.get(address)
@@ -116,14 +116,17 @@ class Registry:
         return True
 
     def withdraw(self, address: str, epoch: int, now: float) -> None:
-        """The program is ending: earlier announcements that arrive later do not list it again."""
+        """Removes the program, which is ending: earlier announcements that arrive later do not list it again."""
         self._fences[address] = (max(epoch, self._fences.get(address, (-1, 0.0))[0]), now)
         if address in self._members and self._members[address].epoch <= epoch:
             self._forget(address)
 
     def tick(self, now: float) -> None:
-        """Forgets who has been silent for too long. To be called often: time without a call does not count as silence,
-        since a registry that stood still has heard nobody."""
+        """Forgets workers that have been silent for too long.
+
+        Must be called often. Time without a call does not count as silence, because a registry that did not run
+        received nothing.
+        """
         stood_still = now - self._ticked_at - self._config.heartbeat_seconds
         self._ticked_at = now
         if stood_still > 0:

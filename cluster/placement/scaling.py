@@ -1,15 +1,15 @@
-"""Decides how many targets and draft workers there should be. No I/O; callers give the time.
+"""Decides the numbers of targets and draft workers. No I/O; callers pass the time.
 
-Targets follow what they have to do: how full they are, and the tokens that wait for them.
+Targets follow their load: how full they are, and the tokens that wait for them.
 
-Draft workers follow what they bring. Every target says what drafts would give it, by its controller's own measures,
-with 1, 2, 4, ... sequences a draft worker (`DraftDemand`): slow, late or refused proposals are in these measures, and
-so is a load at which nothing that is drafted would pay. With D workers for S sequences the targets yield
+Draft workers follow their gain. Every target reports the gain of drafts, as measured by its controller, with 1, 2,
+4, ... sequences per draft worker (`DraftDemand`). These measures include slow, late or refused proposals, and loads at
+which no draft would pay. With D workers for S sequences the targets yield
 
     sum over targets of goodput(S / D)
 
-in units of what one target yields without drafts, and a worker costs `draft_gain` in these units: D is where the
-difference is greatest. A pool that no target profits from shrinks to its minimum, which may be none.
+in units of one target's yield without drafts. A worker costs `draft_gain` in these units, and D maximises the
+difference. A pool that no target profits from shrinks to its minimum, which may be 0.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A decision about one pool. `inputs` are the numbers that it rests on, by name."""
+    """A decision about one pool. `inputs` are the numbers behind it, by name."""
 
     pool: ScaledPool
     current: int  # workers that exist or were requested
@@ -66,7 +66,7 @@ class Scaler:
         self._asked = {"target": config.target.replicas, "draft": config.draft.replicas + further} if is_obeyed else {}
 
     def asked(self, pool: ScaledPool, number: int) -> None:
-        """Notes that the pool is going to have `number` workers."""
+        """Records that the pool is going to have `number` workers."""
         self._asked[pool] = number
 
     def decide(self, targets: Sequence[Announcement], drafts: Sequence[Announcement], now: float) -> Sequence[Decision]:
@@ -136,12 +136,12 @@ class Scaler:
         return wanted, inputs, reason
 
     def _most_drafts(self, current: int, num_sequences: int) -> int:
-        """More than one worker per sequence gains nothing."""
+        """Returns the most draft workers that are useful: more than one per sequence gains nothing."""
         most = max(num_sequences, current, self._drafts.least)
         return most if self._drafts.most is None else min(most, self._drafts.most)
 
     def _room(self, loads: Sequence[Load]) -> float:
-        """Sequences that a draft worker has room for."""
+        """Returns the number of sequences that a draft worker has room for."""
         room = float(self._config.draft.max_num_seqs)
         by_kv = [load.num_running / load.kv_use for load in loads if load.kv_use > _MUCH_KV and load.num_running]
         return max(1.0, min([room, *by_kv]))
@@ -152,7 +152,7 @@ class Scaler:
 
 
 class _Delay:
-    """Lets a change through if it was wanted for the whole delay: the smallest change of that time."""
+    """Delays changes: returns the smallest change that was wanted during the whole delay."""
 
     def __init__(self, up_seconds: float, down_seconds: float) -> None:
         self._up_seconds = up_seconds

@@ -1,8 +1,8 @@
 """GPUs and host CPUs: the figures of their data sheets, and their prices.
 
-Bandwidth and peak are of NVIDIA's data sheets: of the SXM forms where there are several; FP16 or bfloat16 on tensor
-cores without sparsity, summed in float32 (both have the same figure). What is had of them is `steps.Efficiency`'s.
-Prices are examples, not offers: every command that uses them takes others.
+Bandwidth and peak are from NVIDIA's data sheets: of the SXM forms if there are several; FP16 or bfloat16 on tensor
+cores without sparsity, summed in float32 (both have the same figure). `steps.Efficiency` has the shares of these that
+are reached. Prices are examples, not offers: every command that uses them accepts others.
 """
 
 from __future__ import annotations
@@ -79,10 +79,10 @@ DEFAULT_HOST_CPU = GpuGroup(HOST_CPUS["SPR-16"])
 
 
 def find_gpu(device_name: str) -> Gpu | None:
-    """The GPU that CUDA calls `device_name`, such as `NVIDIA A100-SXM4-80GB`.
+    """Returns the GPU that CUDA calls `device_name`, such as `NVIDIA A100-SXM4-80GB`.
 
-    None if its data sheet is not in the table: also for parts of a GPU (MIG), and for PCIe and NVL forms, whose memory
-    has another bandwidth than that of the SXM form.
+    Returns None if its data sheet is not in the table. That includes parts of a GPU (MIG), and PCIe and NVL forms,
+    whose memory has another bandwidth than that of the SXM form.
     """
     words = set(re.split(r"[ -]", device_name))
     if words & {"MIG", "PCIe", "PCIE", "NVL"}:
@@ -93,9 +93,10 @@ def find_gpu(device_name: str) -> Gpu | None:
 
 
 def parse_gpus(spec: str, prices: Mapping[str, float] | None = None) -> GpuGroup:
-    """`[Nx]NAME` of a known GPU or host CPU, or `[Nx]MEMORY:BANDWIDTH:TFLOPS:DOLLARS` (GB, GB/s, FP16, an hour).
+    """Parses `[Nx]NAME` of a known GPU or host CPU, or `[Nx]MEMORY:BANDWIDTH:TFLOPS:DOLLARS`.
 
-    `prices` take the place of the table's, by name. Raises ConfigurationError.
+    The units are GB, GB/s, FP16 TFLOPS and dollars an hour. `prices` replace the table's, by name. Raises
+    ConfigurationError.
     """
     match = _GROUP.fullmatch(spec)
     assert match is not None or not spec
@@ -126,7 +127,7 @@ def _free_gpu(values: str) -> Gpu:
 
 
 def parse_price(text: str) -> tuple[str, float]:
-    """`NAME=DOLLARS` an hour. Raises ConfigurationError."""
+    """Parses `NAME=DOLLARS` an hour. Raises ConfigurationError."""
     name, equals, dollars = text.partition("=")
     try:
         price = float(dollars)

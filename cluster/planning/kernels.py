@@ -51,16 +51,16 @@ class Segments:
 
     @property
     def positions_seen(self) -> float:
-        """Positions that all rows see together; each sees the cache, the rows before it and itself."""
+        """Positions that all rows attend to, summed; each row attends to the cache, the rows before it and itself."""
         return self.num_seqs * (self.rows * self.cached_tokens + self.rows * (self.rows + 1) / 2)
 
     @property
     def positions(self) -> float:
-        """Positions of all contexts together, including the rows' own."""
+        """Positions of all contexts, summed, including the rows' own."""
         return self.num_seqs * (self.cached_tokens + self.rows)
 
     def positions_read(self, rows_per_tile: int) -> float:
-        """Returns the positions that all tiles read together; each reads as far as its last row sees."""
+        """Returns the positions that all tiles read, summed; each tile reads up to its last row."""
         num_full = max(0, math.ceil(self.rows / rows_per_tile - _ROUNDING) - 1)  # full tiles before the last one
         of_full = num_full * self.cached_tokens + rows_per_tile * num_full * (num_full + 1) / 2
         return self.positions + self.num_seqs * of_full
@@ -75,14 +75,16 @@ def num_rows(step: Step) -> float:
 
 
 def burst_step(num_seqs: float, cached_tokens: float, num_speculative_tokens: int) -> Step:
-    """The mean step of a draft's burst of k steps, whose sequences grow by a token in each. Reading is linear in the
-    context, so k of it are the burst."""
+    """Returns the mean step of a draft's burst of k steps, whose sequences grow by a token in each.
+
+    Reading is linear in the context, so k mean steps are equal to the burst.
+    """
     return (Segments(num_seqs, 1, cached_tokens + max(0, num_speculative_tokens - 1) / 2),)
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One kernel, or all of one kind, in a step."""
+    """One kernel, or all kernels of one kind, in a step."""
 
     name: str
     reads: str  # the largest part of its bytes
@@ -93,7 +95,7 @@ class Kernel:
 
 
 def step_kernels(model: PlannedModel, step: Step, logit_passes: int = 1) -> Iterator[Kernel]:
-    """In the order in which they run."""
+    """Yields the kernels in the order in which they run."""
     yield linears(model, num_rows(step))
     yield attention(model, step)
     yield sampling(model, sum(segments.num_sampled_rows for segments in step), logit_passes)
@@ -104,7 +106,7 @@ def linears(model: PlannedModel, rows: float) -> Kernel:
 
 
 def attention(model: PlannedModel, step: Step) -> Kernel:
-    """Over all layers."""
+    """Returns the attention of all layers."""
     token_bytes = model.kv_bytes_per_token
     bytes_once = token_bytes * sum(segments.positions for segments in step)
     if model.steps is None:
@@ -118,15 +120,17 @@ def attention(model: PlannedModel, step: Step) -> Kernel:
 
 
 def sampling(model: PlannedModel, rows: float, logit_passes: int = 1) -> Kernel:
-    """On one GPU, where the logits of all are gathered."""
+    """Returns the sampling of `rows` rows. It runs on one GPU, which gathers the logits of all GPUs."""
     vocab_size = 0 if model.steps is None else model.steps.vocab_size
     row_bytes = _LOGIT_BYTES * vocab_size
     return Kernel("sampling", "logits", rows * row_bytes * logit_passes, 0.0, rows * row_bytes, is_sharded=False)
 
 
 def sampler_passes(*, is_shaped: bool = False, min_p: bool = False, top_k: bool = False, top_p: bool = False) -> int:
-    """Passes over a row's logits, at most, by what its request asks for (`cluster.speculation.triton_sampling`). It is
-    shaped by penalties, biases or masks."""
+    """Returns the maximum number of passes over a row's logits, by the parameters of its request.
+
+    See `cluster.speculation.triton_sampling`. `is_shaped`: has penalties, biases or masks.
+    """
     passes = 1 + _SHAPING_PASSES * is_shaped
     if min_p or top_k or top_p:
         passes += _CUT_PASSES + _TOP_K_PASSES * top_k + _TOP_P_PASSES * top_p

@@ -24,7 +24,7 @@ _PARTS = 40  # parts of the remaining step time
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Seconds. Between tokens: of an answer, its time after the first token over the tokens after it."""
+    """Latencies in seconds. Between tokens: an answer's time after the first token, divided by the tokens after it."""
 
     first_token: float  # median
     first_token_p99: float
@@ -46,7 +46,7 @@ class StepLoad:
         return len(self.seconds) - 1
 
     def lengths(self) -> list[tuple[float, float]]:
-        """Seconds of a step and their probabilities, in ascending order. What does not fit counts as a full step."""
+        """Returns the seconds of a step and their probabilities, in ascending order. The rest counts as a full step."""
         return [(self.seconds[min(n, self.most_prompts)], p) for n, p in _poisson(self.prompts_a_step)]
 
     @property
@@ -60,14 +60,17 @@ class StepLoad:
 
 
 def token_moments(acceptance_rate: float, num_speculative_tokens: int) -> tuple[float, float]:
-    """Mean and variance of the tokens a round: P(more than j) = a**j up to k, so E[X^2] = sum of (2j + 1) a**j."""
+    """Returns mean and variance of the tokens per round: P(more than j) = a**j up to k.
+
+    So E[X^2] = sum of (2j + 1) a**j.
+    """
     survivals = [acceptance_rate**j for j in range(num_speculative_tokens + 1)]
     mean = sum(survivals)
     return mean, sum((2 * j + 1) * survival for j, survival in enumerate(survivals)) - mean**2
 
 
 def mean_rounds(acceptance_rate: float, num_speculative_tokens: int, num_tokens: float) -> float:
-    """Rounds until `num_tokens` are committed; surplus tokens of the last round are lost."""
+    """Returns the mean rounds until `num_tokens` are committed; surplus tokens of the last round are lost."""
     mean, variance = token_moments(acceptance_rate, num_speculative_tokens)
     overshoot = ((variance + mean**2) / mean - 1) / 2
     return (num_tokens + overshoot) / mean
@@ -90,7 +93,7 @@ def latency(load: StepLoad, acceptance_rate: float, num_speculative_tokens: int,
 
 
 def _first_token(load: StepLoad) -> Iterator[tuple[float, float]]:
-    """Seconds and their probabilities."""
+    """Yields seconds and their probabilities."""
     if load.is_alone:
         yield load.seconds[1], 1.0
         return
@@ -106,7 +109,7 @@ def _first_token(load: StepLoad) -> Iterator[tuple[float, float]]:
 
 
 def _poisson(mean: float) -> Iterator[tuple[int, float]]:
-    """Numbers and their probabilities, but for those that do not matter: further from the mean than six deviations."""
+    """Yields numbers and their probabilities, except for those more than six deviations from the mean."""
     spread = 6.0 * math.sqrt(mean) + 10.0
     for n in range(max(0, math.floor(mean - spread)), math.ceil(mean + spread) + 1):
         yield n, math.exp(n * math.log(mean) - mean - math.lgamma(n + 1)) if mean > 0 else float(n == 0)

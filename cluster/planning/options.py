@@ -1,4 +1,4 @@
-"""The ways to place a draft that are compared, for models and GPUs that are named."""
+"""The options to place a draft, for the given models and GPUs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ClusterRequest:
 
 
 def options(request: ClusterRequest) -> Iterator[Option]:
-    """Without speculation first; every other uses the same target."""
+    """Yields the option without speculation, then the others, all with the same target."""
     alone = Option(
         "no speculation",
         Roofline(request.target, request.target_gpus, request.efficiency),
@@ -71,7 +71,7 @@ def options(request: ClusterRequest) -> Iterator[Option]:
 
 
 def _beside(request: ClusterRequest, alone: Option) -> Option:
-    """On the target's GPUs, sharded as the target is."""
+    """Returns the option with the draft on the target's GPUs, sharded as the target is."""
     steps = Roofline(request.draft, request.target_gpus, request.efficiency)
     return replace(
         alone,
@@ -82,7 +82,7 @@ def _beside(request: ClusterRequest, alone: Option) -> Option:
 
 
 def _apart(request: ClusterRequest, alone: Option, name: str, draft: PlannedModel, round_trip: float) -> Option:
-    """On its own GPUs."""
+    """Returns the option with the draft on its own GPUs."""
     rate = request.acceptance_rate
     if draft.dtype != request.draft.dtype:
         told = request.int4_acceptance_rate
@@ -107,14 +107,14 @@ def _on_host_cpu(request: ClusterRequest, alone: Option) -> Option:
 def _on_own_device(
     request: ClusterRequest, alone: Option, name: str, draft: PlannedModel, drafting: Drafting, device: GpuGroup
 ) -> Option:
-    """Returns the option with memory for the draft on `device`; the draft's price is the caller's."""
+    """Returns the option with memory for the draft on `device`; the caller adds the draft's price."""
     memories = (_memory(request, request.target_gpus), _memory(request, device))
     budgets = plan_pair(request.target, draft, _depth(request), *memories)
     return replace(alone, name=name, drafting=drafting, budgets=budgets)
 
 
 def _depth(request: ClusterRequest) -> int:
-    """That memory has to be there for."""
+    """Returns the depth for which memory is planned."""
     return max(1, MAX_DEPTH if request.num_speculative_tokens is None else request.num_speculative_tokens)
 
 

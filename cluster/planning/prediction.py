@@ -1,9 +1,9 @@
 """Predicts throughput, latency, dollars and memory of each way to place a draft.
 
-Throughput is that of a closed loop (Little 1961): S sequences run at all times, an answer takes its first token's time
-and the rounds of the others, so S / (t_first + rounds * t_step) answers a second are given. A step's mean is the round
-and what the rows of the prompts add that come in it: what is spent on prompts is counted where it falls, on all that
-run meanwhile. K is the depth that gives the most, prompts included.
+Throughput is that of a closed loop (Little 1961): S sequences run at all times. An answer takes its first token's time
+and the rounds of the other tokens, which gives S / (t_first + rounds * t_step) answers a second. A mean step is the
+round and the prompt rows added in it, so prompts delay all sequences that run meanwhile. K is the depth with the most
+answers, prompts included.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ExpectedLoad:
 
     @property
     def mean_context(self) -> float:
-        """Tokens in the cache of a sequence that decodes, on the average of its answer."""
+        """Mean number of tokens in the cache of a decoding sequence, over its answer."""
         return self.prompt_tokens + self.answer_tokens / 2
 
 
@@ -67,7 +67,7 @@ class Option:
 
     @property
     def depths(self) -> Sequence[int]:
-        """That are tried."""
+        """Depths to try."""
         if self.drafting is None:
             return (0,)
         given = self.num_speculative_tokens
@@ -76,7 +76,9 @@ class Option:
     def step_seconds(self, round_: PredictedRound, num_seqs: float, load: ExpectedLoad) -> tuple[float, ...]:
         """Returns the seconds of a round with 0, 1, 2, ... prompts in it, up to those that fit.
 
-        Their rows are in a step of the target, and in the draft's first step, for which the others wait."""
+        The prompts' rows are in a step of the target, and in the draft's first step, for which the other sequences
+        wait.
+        """
         rows = round_.num_speculative_tokens + 1
         drafting = self.drafting if round_.num_speculative_tokens else None
 
@@ -117,7 +119,10 @@ class Plan:
 
 
 def plan(option: Option, load: ExpectedLoad, context: int | None = None) -> Plan:
-    """`context`: tokens that a sequence may have, for which there has to be memory; None: prompt and answer."""
+    """Returns the plan of `option` at `load`.
+
+    `context`: tokens per sequence for which memory is planned; None: prompt and answer.
+    """
     context = context or load.prompt_tokens + load.answer_tokens
     fitting = [budget.largest_batch(context) for budget in option.budgets]
     most_seqs = fitting[0] if fitting else None
@@ -157,7 +162,7 @@ def dollars_per_million_tokens(dollars_per_hour: float, tokens_per_second: float
 def most_sequences(
     option: Option, load: ExpectedLoad, first_token_p99: float, between_tokens_p99: float, limit: int
 ) -> int:
-    """The most sequences, `limit` at most, whose p99 of both kinds is within these seconds; 0: not even one's is."""
+    """Returns the most sequences, at most `limit`, whose p99 latencies are within these seconds; 0 if none."""
     low, high = 0, limit
     option, load = replace(option, budgets=()), replace(load, requests_per_second=None)
     while low < high:
@@ -200,7 +205,7 @@ def _steady_at(option: Option, num_seqs: int, load: ExpectedLoad, depth: int) ->
 
 
 def _sized(option: Option, load: ExpectedLoad, most: int) -> tuple[int, int, float]:
-    """Number of targets for the requests, sequences on each, and the requested share of their capacity."""
+    """Returns the number of targets for the requests, sequences on each, and the requested share of their capacity."""
     assert load.requests_per_second is not None
     num_targets = math.ceil(load.requests_per_second / _steady(option, most, load).answers_per_second)
     own = load.requests_per_second / num_targets
@@ -213,7 +218,7 @@ def _sized(option: Option, load: ExpectedLoad, most: int) -> tuple[int, int, flo
 
 
 def _share(option: Option, round_: PredictedRound, num_devices: int, fitting: Sequence[int], num_seqs: int) -> float:
-    """Draft devices for a target."""
+    """Returns the number of draft devices per target."""
     if option.draft_dollars_per_hour is None or not round_.num_speculative_tokens:
         return 0.0
     if not option.is_pool or num_devices > 1:

@@ -1,9 +1,9 @@
 """The published figures of the cluster this project was modelled on, and the limits of its GPUs.
 
-Both floors are laws of the data sheet, at full bandwidth and peak, without KV, all-reduces or any other work:
+Both floors follow from the data sheet, at full bandwidth and peak, without KV, all-reduces or any other work:
 
     ms a token    a round is no shorter than reading the weights, once for the target and k times for the draft, even if
-                  both overlap perfectly: max(t_verify, k * t_draft) / E; their sum where they share GPUs
+                  both overlap perfectly: max(t_verify, k * t_draft) / E; their sum if they share GPUs
     tokens/s      every token costs (k + 1) / E rows of 2 * parameters FLOPs on the target
 
 Acceptance is the published one of the draft.

@@ -15,7 +15,7 @@ _BELOW, _ABOVE = "*", "+"
 
 
 def plans_table(plans: Sequence[Plan], limits: Sequence[int] | None = None) -> str:
-    """`limits`: the maximum number of sequences of each within the requested latencies."""
+    """Returns the plans as a table. `limits`: the most sequences of each plan within the requested latencies."""
     header = ["", "K", "tokens a round", "draft + net + verify ms", "tokens/s", "first token ms, p99"]
     header += ["between tokens ms, p99", "pause p99", "$/M tokens", "sequences, fit", "draft GPUs a target"]
     rows = [[*header, *(["within limits"] if limits is not None else [])]]
@@ -120,7 +120,7 @@ def _listed(entries: dict[str, list[str]]) -> str:
 
 
 def to_json(plans: Sequence[Plan], published: Sequence[CheckedRow], limits: Sequence[int] | None) -> dict[str, Any]:
-    """Times in seconds."""
+    """Returns the plans as JSON, with times in seconds."""
     rows = []
     for index, plan in enumerate(plans):
         row = asdict(plan) | {"fits": plan.fits}

@@ -61,7 +61,7 @@ class PredictedRound:
 
     @property
     def seconds(self) -> float:
-        """The time from a sequence's commitment to its next."""
+        """Seconds from a sequence's commitment to its next."""
         exposed = 1 - self.hidden_share
         apart = round_seconds(exposed * self.draft_seconds, self.verify_seconds, exposed * self.round_trip_seconds)
         return max(apart, self.draft_seconds)

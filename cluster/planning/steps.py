@@ -28,7 +28,7 @@ class StepPredictor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """The shares of a data sheet that are reached. Assumptions: this project did not measure them on a GPU."""
+    """Shares of a data sheet that are reached. Assumptions: this project did not measure them on a GPU."""
 
     bandwidth: float = 0.8
     compute: float = 0.6
@@ -55,8 +55,10 @@ class Roofline:
         return sum(self.parts(step).values())
 
     def parts(self, step: Step) -> dict[str, float]:
-        """Seconds by what they are bound by: `weights`, `KV` or `logits` where it is reading these, `arithmetic`,
-        `all-reduces`, `fixed`."""
+        """Returns the seconds by bottleneck.
+
+        These are `weights`, `KV` or `logits` if it is reading these, `arithmetic`, `all-reduces` and `fixed`.
+        """
         parts = dict.fromkeys(BOUNDS, 0.0)
         for kernel in step_kernels(self.model, step, self.logit_passes):
             reading, computing = self.read_seconds(kernel), self.compute_seconds(kernel)
@@ -80,7 +82,7 @@ class Roofline:
 
 @dataclass(frozen=True)
 class MeasuredSteps:
-    """Linear between measurements; includes the KV that was read in them."""
+    """Steps that are linear between measurements, and include the KV that was read in these."""
 
     points: tuple[tuple[int, float], ...]  # rows, seconds
 
@@ -103,6 +105,8 @@ class NoSteps:
 def curve_points(
     steps: StepPredictor, num_seqs: float, cached_tokens: float, rows: Sequence[int]
 ) -> tuple[tuple[int, float], ...]:
-    """Rows and milliseconds of `steps` of `num_seqs` sequences, which share the rows evenly and have `cached_tokens`
-    each: a curve for simulated engines."""
+    """Returns rows and milliseconds of steps of `num_seqs` sequences: a curve for simulated engines.
+
+    The sequences share the rows evenly and have `cached_tokens` each.
+    """
     return tuple((n, 1e3 * steps.seconds((Segments(num_seqs, n / num_seqs, cached_tokens),))) for n in rows)
