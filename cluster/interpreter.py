@@ -1,4 +1,4 @@
-"""Settings of the Python interpreter: how soon threads switch, and when garbage is collected."""
+"""Settings of the Python interpreter: thread switch interval and garbage collection."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ _GARBAGE_THRESHOLD = 10_000  # number of objects; the interpreter's default is 7
 
 
 def switch_threads_soon() -> None:
-    """Keeps threads from waiting for each other.
+    """Shortens the thread switch interval, so that threads wait less for each other.
 
-    The interpreter's own interval of 5 ms can outlast a whole round: the thread that takes a message from the network
+    The interpreter's default of 5 ms can outlast a whole round: the thread that receives a message from the network
     would wait that long for the engine's thread.
     """
     sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL_SECONDS))
 
 
 def keep_collections_short() -> None:
-    """To be called when a program is set up: excludes the objects that exist now, and collects the others less often.
+    """Excludes the existing objects from garbage collection, and collects others less often. Call it after setup.
 
-    A collection would visit the some hundred thousand objects of a program that has been set up. And a step makes a few
+    A collection would otherwise visit the several hundred thousand objects of a program after setup. A step makes a few
     objects for each of its sequences, in a worker as in the router: at the default threshold of 700 the collector would
     run several times in every step.
     """

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, as they travel from an engine to a client. No torch."""
+"""Log-probabilities of tokens, as sent from an engine to a client. No torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TokenLogprobs:
         return len(self.logprobs)
 
     def extend(self, following: TokenLogprobs) -> None:
-        """Takes in those of the tokens that follow."""
+        """Appends the log-probabilities of the tokens that follow."""
         assert following.width == self.width or not following
         self.ranks += following.ranks
         self.logprobs += following.logprobs
@@ -34,7 +34,7 @@ class TokenLogprobs:
         self.top_logprobs += following.top_logprobs
 
     def part(self, start: int, end: int, width: int | None = None) -> TokenLogprobs:
-        """Those of the tokens from `start` to `end`, with no more than `width` of the likeliest."""
+        """Returns those of the tokens from `start` to `end`, with at most `width` of the likeliest."""
         width = self.width if width is None else width
         part = TokenLogprobs(width, self.ranks[start:end], self.logprobs[start:end])
         for index in range(start, min(end, len(self))):
@@ -44,13 +44,13 @@ class TokenLogprobs:
         return part
 
     def top(self, index: int) -> list[tuple[int, float]]:
-        """The likeliest tokens in the place of the token `index`: (token ID, log-probability)."""
+        """Returns the likeliest tokens at the place of token `index`: (token ID, log-probability)."""
         start, end = index * self.width, (index + 1) * self.width
         return list(zip(self.top_token_ids[start:end], self.top_logprobs[start:end], strict=True))
 
 
 def joined(first: TokenLogprobs | None, second: TokenLogprobs | None) -> TokenLogprobs | None:
-    """`first`, extended by `second`, where there are both."""
+    """Returns `first`, extended by `second`; if one is None, the other."""
     if first is None or second is None:
         return first or second
     first.extend(second)

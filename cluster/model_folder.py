@@ -12,9 +12,9 @@ _UNUSED_FILES = ["consolidated*", "original/*"]  # duplicates of the weights, in
 
 
 def resolve_model_folder(model: str) -> Path:
-    """The folder of `model`: a bundled model's name, a Hugging Face folder, or a name on the hub (downloaded).
+    """Returns the folder of `model`: a bundled model's name, a Hugging Face folder, or a name on the hub (downloaded).
 
-    Raises ConfigurationError when there is none, naming what was looked for.
+    Raises ConfigurationError if there is none; the message lists the places that were searched.
     """
     bundled = ASSETS / model
     folder = Path(model).expanduser()

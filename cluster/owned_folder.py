@@ -1,7 +1,7 @@
 """Temporary folders of programs that may be killed at any time.
 
-A folder belongs to the process that holds its lock. The kernel releases the lock when that process ends, however it
-ends. So a folder that can be locked has no owner, and the next such program on this machine removes it.
+A folder belongs to the process that holds its lock. The kernel releases the lock when that process ends for any reason.
+So a folder that can be locked has no owner, and the next such program on this machine removes it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ _LOCK = "lock"
 
 
 class OwnedFolder:
-    """Removed by `remove`, or with this object; where its process was killed, by the next of the same `prefix`."""
+    """A temporary folder, removed by `remove` or with this object.
+
+    If its process is killed, the next owner of a folder with the same `prefix` removes it.
+    """
 
     def __init__(self, prefix: str) -> None:
         sweep(prefix)
@@ -33,7 +36,7 @@ class OwnedFolder:
         self._remover()
 
     def replace(self, name: str, text: str) -> Path:
-        """Makes `text` the contents of the file `name` in one step, so that readers never see a part of it."""
+        """Replaces the contents of the file `name` by `text` atomically, so that readers never see a part."""
         path = self.path / name
         new = self.path / f".{name}.new"
         new.write_text(text, encoding="utf-8")
@@ -47,7 +50,7 @@ def _remove(path: Path, lock: int) -> None:
 
 
 def sweep(prefix: str) -> bool:
-    """Removes the folders of `prefix` on this machine without an owner; returns whether any remain."""
+    """Removes the folders of `prefix` on this machine without an owner. Returns True if any remain."""
     are_owned = False
     for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         with contextlib.suppress(FileNotFoundError, PermissionError):  # another process was faster, or owns it

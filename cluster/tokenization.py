@@ -1,4 +1,4 @@
-"""The only place where text becomes token IDs and token IDs become text. Imports no torch."""
+"""Converts text to token IDs and back; no other module does. Imports no torch."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class Tokenizer:
 
     @property
     def special_tokens(self) -> Mapping[str, int]:
-        """The IDs of the special tokens, by how they are spelled."""
+        """IDs of the special tokens by their spellings."""
         return self._special_tokens
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Returns the token IDs of `text`, with the model's affixes of a prompt if `add_special_tokens`.
 
-        Special tokens that `text` spells out are themselves either way. It must be free of lone surrogates.
+        Spellings of special tokens in `text` become these tokens either way. `text` must not contain lone surrogates.
         """
         if len(text) > LONG_TEXT_CHARACTERS:
             # Only batches are encoded without the interpreter's lock.
@@ -64,9 +64,9 @@ class Tokenizer:
     def encode_partly_literal(
         self, text: str, stand_ins: Mapping[str, str], *, add_special_tokens: bool = True
     ) -> list[int]:
-        """As `encode`, but for spellings of special tokens that are to stay text.
+        """Encodes like `encode`, but keeps some spellings of special tokens as text.
 
-        The first character of each of them is a key of `stand_ins`, in place of that key's value.
+        The first character of each of them is replaced by a key of `stand_ins`, whose value is that character.
         """
         token_ids = self._disguised.encode(text, stand_ins)
         if not add_special_tokens:
@@ -87,11 +87,11 @@ class Tokenizer:
         return [], []
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of `token_ids`; bytes that are not UTF-8 become U+FFFD."""
+        """Returns the text of `token_ids`; bytes that are not UTF-8 become U+FFFD."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def tokens(self, token_ids: Sequence[int]) -> list[str | None]:
-        """Each of `token_ids` as the vocabulary spells it; None where it has no such token."""
+        """Returns each of `token_ids` as the vocabulary spells it; None for unknown IDs."""
         return [self._tokenizer.id_to_token(token_id) for token_id in token_ids]
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -110,7 +110,7 @@ class Tokenizer:
     def fingerprint(self) -> str:
         """Returns the hexadecimal SHA-256 of the vocabulary: (ID, token), merges and special IDs.
 
-        A draft and a target may be paired exactly when theirs are equal. The chat template is not part of it.
+        A draft and a target may be paired if and only if theirs are equal. The chat template is not part of it.
         """
         definition = json.loads(self._definition)
         model = definition["model"]
@@ -128,9 +128,10 @@ class Tokenizer:
 
 
 class _DisguisedTokenizer:
-    """Returns the same tokenizer with unguessable spellings of its special tokens.
+    """A copy of a tokenizer with unguessable spellings of its special tokens.
 
-    So what a text spells of the real ones is text, with the tokens it would have if they did not exist.
+    So the original spellings in a text are encoded as text, with the tokens they would have if there were no special
+    ones.
     """
 
     def __init__(self, original: _Tokenizer) -> None:
@@ -163,7 +164,7 @@ class _DisguisedTokenizer:
         self._special = re.compile("|".join(re.escape(token) for token in longest_first))
 
     def encode(self, text: str, stand_ins: Mapping[str, str]) -> list[int]:
-        """See `Tokenizer.encode_partly_literal`."""
+        """Implements `Tokenizer.encode_partly_literal`."""
         disguised = self._special.sub(lambda match: self._disguise + match[0], text)
         literal = disguised.translate({ord(stand_in): first for stand_in, first in stand_ins.items()})
         # A batch, as only those are encoded without the interpreter's lock.
@@ -172,8 +173,10 @@ class _DisguisedTokenizer:
 
 
 def _byte_level_alphabet() -> dict[str, bytes]:
-    """The characters that byte-level vocabularies write bytes with: printable ones stand for themselves, the others
-    come after the first 256 (Radford et al. 2019, `bytes_to_unicode`)."""
+    """Returns the characters by which byte-level vocabularies represent bytes.
+
+    Printable ones stand for themselves; the others follow the first 256 (Radford et al. 2019, `bytes_to_unicode`).
+    """
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     characters = [*map(chr, printable), *(chr(256 + index) for index in range(len(others)))]
@@ -187,10 +190,10 @@ _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 class IncrementalDetokenizer:
     """Turns a stream of token IDs into pieces of text whose concatenation is the text of all of them.
 
-    A piece never ends inside a character: bytes of an unfinished one are held back until it is complete or the
-    stream ends. Decoding restarts at the last place where a character ended, with the tokens of one piece before
-    it for context (some tokenizers drop a space at the start of a text). Where none ends for some tokens, their bytes
-    are no characters, and all but the last few are let go. So the cost of a token does not grow with the stream.
+    A piece never ends inside a character: bytes of an unfinished one are held back until it is complete or the stream
+    ends. Decoding restarts at the last place where a character ended, with the tokens of one piece before it for
+    context (some tokenizers drop a space at the start of a text). If no character ends for some tokens, their bytes are
+    not text, and all but the last few are released. So the cost of a token does not grow with the stream.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, shown: Collection[int] = ()) -> None:
@@ -205,7 +208,7 @@ class IncrementalDetokenizer:
         self._num_emitted = 0  # characters of the pending tokens' text that were already returned
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that `token_ids` complete; "" when they end inside a character."""
+        """Returns the text that `token_ids` complete; "" if they end inside a character."""
         self._pending.extend(token_id for token_id in token_ids if token_id not in self._hidden)
         text = self._text(self._pending)
         complete = text.rstrip(_REPLACEMENT)
@@ -221,7 +224,7 @@ class IncrementalDetokenizer:
         return piece
 
     def flush(self) -> str:
-        """The rest, at the end of the stream; an unfinished character becomes U+FFFD."""
+        """Returns the rest, at the end of the stream; an unfinished character becomes U+FFFD."""
         piece = self._text(self._pending)[self._num_emitted :]
         self._context, self._pending, self._num_emitted = [], [], 0
         self._context_text = ""
@@ -232,13 +235,16 @@ class IncrementalDetokenizer:
         return self._decode(self._context + token_ids)[len(self._context_text) :]
 
     def _settle(self, num_tokens: int, text: str) -> None:
-        """The first of the pending tokens, which are `text`, and all of it is out, become the context."""
+        """Makes the first `num_tokens` pending tokens the context. They are `text`, which was returned completely."""
         self._context, self._pending = self._pending[:num_tokens], self._pending[num_tokens:]
         self._context_text = self._decode(self._context)
         self._num_emitted = max(0, self._num_emitted - len(text))
 
     def _start_of_last_character(self) -> int:
-        """The last of the pending tokens before which a character surely ended, if one did."""
+        """Returns the index of the last pending token before which a character certainly ended.
+
+        Returns the number of pending tokens if there is none.
+        """
         bytes_of = [self._tokenizer.token_bytes(token_id) for token_id in self._pending]
         for index in range(len(bytes_of) - 1, 0, -1):
             before = b"".join(bytes_of[max(0, index - _LONGEST_CHARACTER) : index])[1 - _LONGEST_CHARACTER :]

@@ -1,4 +1,4 @@
-"""Grammars as requests write them become grammars that a matcher can follow: in bounded time, each once."""
+"""Compiles the grammars of requests into grammars for matchers, in bounded time, each once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MAX_WAITING = 64
 
 @dataclass
 class _Work:
-    """A grammar that is being compiled, or waits for its turn."""
+    """A grammar that is being compiled, or waits to be compiled."""
 
     result: asyncio.Task[CompiledGrammar]
     num_waiting: int = 0  # requests
@@ -46,7 +46,7 @@ class _Work:
 class GrammarCompiler:
     """Compiles in a separate process, one grammar at a time; belongs to one event loop.
 
-    The process starts with the first grammar. One that takes too long, or too much memory, ends it.
+    The process starts with the first grammar. It is ended if a grammar takes too long, or too much memory.
     """
 
     def __init__(self, folder: Path, vocab_size: int, end_token_ids: Sequence[int]) -> None:
@@ -60,7 +60,10 @@ class GrammarCompiler:
         self._kept: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()  # least recently used first
 
     async def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Raises InvalidRequestError where `grammar` is none, or too large, and OverloadedError."""
+        """Returns the compiled grammar. Raises InvalidRequestError if `grammar` is invalid or too large.
+
+        Raises OverloadedError.
+        """
         if grammar in self._kept:
             self._kept.move_to_end(grammar)
             return self._kept[grammar]
@@ -130,7 +133,7 @@ class GrammarCompiler:
         return CompiledGrammar(partial(self._matching.make_matcher, compiled), written, self._written)
 
     async def _ask_in_time(self, process: asyncio.subprocess.Process, asked: bytes) -> tuple[dict[str, Any], str]:
-        """Raises TimeoutError where `process` computes for too long, or does not answer at all."""
+        """Returns the result of `_ask`. Raises TimeoutError if `process` computes for too long, or does not answer."""
         asking = asyncio.create_task(self._ask(process, asked))
         started_at, loop = _processor_seconds(process), asyncio.get_running_loop()
         until = loop.time() + _WAIT_SECONDS
@@ -191,7 +194,7 @@ class GrammarCompiler:
 
 
 def _note_error(result: asyncio.Task[CompiledGrammar]) -> None:
-    """Nobody may wait for it any more, and asyncio would log that its error was never seen."""
+    """Marks the error of `result` as seen; otherwise asyncio would log it if no caller waits any more."""
     if not result.cancelled():
         result.exception()
 

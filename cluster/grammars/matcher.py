@@ -1,4 +1,4 @@
-"""The state of a text in its grammar, as engines see it. Its imports are fast."""
+"""Interface of a text's state in its grammar, for engines. Its imports are fast."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class Matcher(Protocol):
-    """xgrammar's matcher as far as it is used, and a guess of the next tokens."""
+    """The used part of xgrammar's matcher, and a guess of the next tokens."""
 
     def accept_token(self, token_id: int, /) -> bool: ...
 
@@ -21,13 +21,15 @@ class Matcher(Protocol):
     def fill_next_token_bitmask(self, bitmask: torch.Tensor, index: int, /) -> bool: ...
 
     def likely_token_ids(self, most: int, /) -> Sequence[int]:
-        """Returns at most `most` tokens that probably come next, as the grammar allows one text only. Not after the
-        end."""
+        """Returns at most `most` tokens that probably come next, because the grammar allows one text only.
+
+        Must not be called after the end.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
-    """One grammar, for an engine in this process or in another."""
+    """A compiled grammar, for an engine in this process or in another."""
 
     new_matcher: Callable[[], Matcher]  # creates a matcher at the beginning of the text
     written: str

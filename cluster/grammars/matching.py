@@ -1,4 +1,4 @@
-"""Grammars that were compiled, and matchers of them."""
+"""Compiled grammars and their matchers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Vocabulary:
         return max(map(len, self._by_text), default=0)
 
     def spell(self, text: bytes, most: int) -> list[int]:
-        """Returns the tokens that `text` begins with, each the longest that fits: at most `most`."""
+        """Returns at most `most` tokens that `text` begins with, each the longest that fits."""
         token_ids: list[int] = []
         start = 0
         while start < len(text) and len(token_ids) < most:
@@ -68,12 +68,12 @@ class ReadGrammar:
 
 
 def read_vocabulary(written: str) -> Vocabulary:
-    """As the process that compiles wrote it."""
+    """Reads the vocabulary from the text that the compiling process wrote."""
     return Vocabulary(xgrammar.TokenizerInfo.deserialize_json(written))
 
 
 def read_compiled(written: str, vocabulary: Vocabulary) -> ReadGrammar:
-    """As the process that compiles wrote it."""
+    """Reads a grammar from the text that the compiling process wrote."""
     form, _, text = written.partition("\n")
     compiled = xgrammar.CompiledGrammar.deserialize_json(text, vocabulary.info)
     return ReadGrammar(compiled, vocabulary, cast(GrammarForm, form))
@@ -91,7 +91,7 @@ class GrammarMatcher(xgrammar.GrammarMatcher):
     def likely_token_ids(self, most: int, /) -> list[int]:
         """Returns the longest tokens that spell the only text that the grammar allows.
 
-        Without the last of several: a model often chooses a longer token there, which goes beyond that text. In answers
+        Omits the last of several: a model often chooses a longer token there, which goes beyond that text. In answers
         for 50 schemas (SmolLM2-135M) 86 % of the guesses are right without it, 64 % with it.
         """
         token_ids = self._vocabulary.spell(self.find_jump_forward_string().encode(), most + 1)
@@ -105,8 +105,10 @@ def make_matcher(grammar: ReadGrammar) -> Matcher:
 
 
 def probe(grammar: ReadGrammar) -> None:
-    """Follows two texts of the grammar for a while. Raises InvalidRequestError where a step takes too long, or where no
-    token can follow."""
+    """Follows two texts of the grammar for a while.
+
+    Raises InvalidRequestError if a step takes too long, or if no token can follow.
+    """
     _follow(grammar, lambda step: 0)
     _follow(grammar, lambda step: step * 7919)
 

@@ -2,9 +2,9 @@
 
     python -m cluster.grammars.process FOLDER VOCAB_SIZE [END_TOKEN_ID ...]
 
-The first frame that it writes is the vocabulary, as xgrammar writes it. Then each `{"form": ..., "text": ...}` is
-answered `{"error": ...}`, or `{}` and, in a frame of its own as it may have many megabytes, the grammar as xgrammar
-writes it, with its form in a line before it.
+The first frame that it writes is the vocabulary in xgrammar's format. Each later request `{"form": ..., "text": ...}`
+is answered with `{"error": ...}` or `{}`. After `{}` the grammar follows in a frame of its own, because it may have
+many megabytes: a line with its form, then xgrammar's format.
 """
 
 from __future__ import annotations
@@ -74,7 +74,10 @@ def _write(text: str) -> None:
 
 
 def _end_with_parent() -> None:
-    """A worker that is killed closes the pipe, which is seen after the grammar that is being compiled, if ever."""
+    """Ends this process with its parent.
+
+    A killed worker closes the pipe, but that is only noticed after the current grammar is compiled, if ever.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 def read_vocabulary(folder: Path, vocab_size: int, end_token_ids: Sequence[int]) -> xgrammar.TokenizerInfo:
     """Reads the vocabulary of the model in `folder`, with `vocab_size` logits; any of `end_token_ids` ends a text.
 
-    Special tokens spell nothing: no grammar allows them, but for those that end.
+    Special tokens have no text: no grammar allows them, except for those that end.
     """
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     special = {token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special}

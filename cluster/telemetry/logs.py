@@ -31,7 +31,7 @@ _PLAIN_VALUE = re.compile(r"[!#-<>-~]+")  # needs no quotes next to `=`
 
 
 def setup_logging(program: str, level: LogLevel = "info", form: LogFormat = "text") -> None:
-    """Sends the log of this process to stderr: as `time level program: message`, or as objects with these as keys."""
+    """Sends the log of this process to stderr, as `time level program: message` or as JSON objects with these keys."""
     handler = logging.StreamHandler()
     handler.setFormatter(_JsonFormatter(program) if form == "json" else _TextFormatter(program))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
@@ -48,7 +48,7 @@ class LoggedLine(NamedTuple):
 
 
 def read_line(line: str) -> LoggedLine | None:
-    """Parses `line`; None if it was not logged but written in another way, such as a traceback."""
+    """Parses `line`; returns None if it was not logged but written in another way, such as a traceback."""
     if match := _TEXT_LINE.fullmatch(line):
         return LoggedLine(logging.getLevelNamesMapping()[match[1]], match[2])
     if not line.startswith('{"time": '):
@@ -98,7 +98,7 @@ def _fields_of(record: logging.LogRecord) -> Mapping[str, Any]:
 
 
 def _text(value: object) -> str:
-    """As JSON has it, but for strings that are as plain as numbers."""
+    """Returns `value` as JSON; plain strings have no quotes."""
     if isinstance(value, str) and _PLAIN_VALUE.fullmatch(value):
         return value
     return json.dumps(value, default=str, separators=(",", ":"))

@@ -1,6 +1,6 @@
-"""Metrics of the workers, by Prometheus's rules: raw counters and histograms, rates are left to the reader.
+"""Metrics of the workers, by Prometheus's rules: raw counters and histograms; the reader computes rates.
 
-A metric has vLLM's name if vLLM has it, and else starts with `outrider_`.
+A metric has vLLM's name if vLLM has it; other names start with `outrider_`.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class TimeTally:
         self._counts[bisect.bisect_left(self._limits, seconds)] += 1
 
     def buckets(self) -> list[tuple[str, int]]:
-        """Each limit, and how many times were within it."""
+        """Returns each limit with the number of times within it."""
         limits = [*map(str, self._limits), "+Inf"]
         return list(zip(limits, itertools.accumulate(self._counts), strict=True))
 
 
 class QueueTime(TimeTally):
-    """How long sequences waited for their admission."""
+    """Time that sequences waited for admission."""
 
     def __init__(self) -> None:
         super().__init__(LATENCY_BUCKETS)
@@ -88,9 +88,9 @@ class StepTime:
 
 
 class WorkerMetrics(Collector):
-    """The page of a worker: numbers that its engine keeps anyway, read on request.
+    """Metrics page of a worker: the engine's own numbers, read on request.
 
-    Bytes on the wire per committed token, opens apart:
+    Bytes on the wire per committed token, excluding openings:
         sum(rate(outrider_link_bytes_total{kind="round"}[1m])) / rate(outrider_committed_tokens_total[1m])
     """
 

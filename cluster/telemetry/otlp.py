@@ -111,7 +111,7 @@ def _present(attributes: Attributes) -> Mapping[str, str | bool | int | float | 
 
 
 class _Seldom(logging.Filter):
-    """Lets one record through in a while."""
+    """Log filter that passes one record per period."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class _Seldom(logging.Filter):
 
 
 def _complain_seldom() -> None:
-    """A collector that is away is worth a line now and then, not several for each batch."""
+    """Limits the log lines about an unreachable collector: one now and then, not several for each batch."""
     logging.getLogger("opentelemetry").setLevel(logging.ERROR)  # its messages do not mention the retries
     logger = logging.getLogger("opentelemetry.exporter.otlp.proto.http.trace_exporter")
     if not any(isinstance(each, _Seldom) for each in logger.filters):

@@ -23,14 +23,14 @@ _REQUIRED = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """A span in W3C's headers, for other programs. Without a `traceparent` there is none."""
+    """A span in W3C's headers, for other programs. Without a `traceparent` there is no span."""
 
     traceparent: str = ""
     tracestate: str = ""
 
 
 class Span:
-    """A span that is not recorded, as all are where tracing is off.
+    """A span that is not recorded; without tracing all spans are of this class.
 
     Times are nanoseconds since the epoch; None: now.
     """
@@ -55,10 +55,10 @@ NO_SPAN = Span()
 
 
 class Tracer:
-    """Starts the spans of one program. This one is of a program without tracing."""
+    """Starts the spans of one program. This class is for a program without tracing."""
 
     def start(self, name: str, kind: SpanKind, parent: TraceContext, attributes: Attributes | None = None) -> Span:
-        """A span of the trace of `parent`, or of a new one. NO_SPAN when the trace is not sampled."""
+        """Returns a new span of the trace of `parent`, or of a new trace; NO_SPAN if the trace is not sampled."""
         return NO_SPAN
 
     def close(self) -> None:
@@ -66,7 +66,7 @@ class Tracer:
 
 
 def check_tracing(config: TracingConfig) -> None:
-    """Raises ConfigurationError when tracing is on and OpenTelemetry is not installed."""
+    """Raises ConfigurationError if tracing is on and OpenTelemetry is not installed."""
     if config.endpoint is not None and not all(_is_installed(name) for name in _REQUIRED):
         raise ConfigurationError("tracing.endpoint needs OpenTelemetry: pip install 'outrider[tracing]'")
 
