@@ -63,11 +63,13 @@ _PROBED_PATH = "/"  # probed by agents, with HEAD and without a key
 
 
 def create_app(config: Config) -> Starlette:
-    """The ASGI application; its `state` has what the operators' application needs: `switch`, `adapters`, `metrics`,
-    `credentials`, `health`; and `feed`, which has to be closed before the server waits for its requests to end.
-    Raises ConfigurationError when there is no tokenizer, no target to call, or a file of keys that cannot be read.
+    """Returns the ASGI application. Raises ConfigurationError.
 
-    Targets need not be up: `/health` says 503 until one is.
+    Its `state` has the parts that the operators' application needs: `switch`, `adapters`, `metrics`, `credentials`,
+    `health`. It also has `feed`, which must be closed before the server waits for its requests to end. The error means
+    that there is no tokenizer, no target to call, or an unreadable file of keys.
+
+    Targets need not be up: `/health` returns 503 until one is.
     """
     if not config.target.addresses:
         raise ConfigurationError("no target to call: set `target.addresses` to [host:port, ...]")
@@ -197,7 +199,7 @@ def _root() -> Route:
 
 
 def _information_routes(serving: Serving, health: Health, root: str) -> list[Route]:
-    """`root`: the model as it is configured."""
+    """`root`: the configured name or path of the model."""
     created = int(time.time())
     version = importlib.metadata.version("outrider")
     pool = serving.pool

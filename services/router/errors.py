@@ -1,4 +1,4 @@
-"""The HTTP face of errors: the kinds only HTTP has, and the envelope every failure is answered in.
+"""HTTP errors: the kinds that only HTTP has, and the envelope of every failure.
 
     {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
 
@@ -67,7 +67,7 @@ class RateLimitError(OutriderError):
     code = "rate_limit_exceeded"
 
     def __init__(self, message: str, *, retry_after: int) -> None:
-        """`retry_after`: seconds until it may be worth to ask again."""
+        """`retry_after`: seconds after which a retry may succeed."""
         super().__init__(message)
         self.retry_after = retry_after
 
@@ -90,7 +90,7 @@ class ContextLengthError(InvalidRequestError):
         max_tokens: int | None = None,
         max_model_len: int = 0,
     ) -> None:
-        """`max_tokens`: those of the answer; None: the prompt leaves no room for any."""
+        """`max_tokens`: tokens of the answer; None: the prompt leaves no room for any."""
         super().__init__(message, param=param)
         self.num_prompt_tokens = num_prompt_tokens
         self.max_tokens = max_tokens
@@ -98,7 +98,7 @@ class ContextLengthError(InvalidRequestError):
 
 
 def excerpt(value: object) -> str:
-    """`value` as Python writes it, cut to a few dozen characters."""
+    """Returns `value` as Python writes it, cut to a few dozen characters."""
     return _excerpts.repr(value)
 
 
@@ -116,13 +116,13 @@ def warn_of(names: Sequence[str], what: str) -> None:
 
 
 def bounded_message(error: OutriderError) -> str:
-    """Returns the message of `error` as it is sent."""
+    """Returns the message of `error`, cut to the length that is sent."""
     message = error.message
     return message if len(message) <= MAX_MESSAGE_CHARACTERS else message[: MAX_MESSAGE_CHARACTERS - 3] + "..."
 
 
 def envelope_for(scope: Scope, error: OutriderError) -> dict[str, Any]:
-    """Returns the body that `error` of the request of `scope` is answered with."""
+    """Returns the body of the answer with `error` to the request of `scope`."""
     if is_anthropic(scope["path"]):
         return anthropic_envelope(error, bounded_message(error), scope.get("state", {}).get("request_id"))
     return envelope(error)
@@ -141,7 +141,7 @@ def envelope(error: OutriderError) -> dict[str, Any]:
 
 
 def error_response(error: OutriderError, headers: Mapping[str, str] | None = None) -> Response:
-    """The answer to a request that ended with `error`."""
+    """Returns the answer to a request that ended with `error`."""
     headers = dict(headers or {})
     if error.retry_after is not None:
         headers.setdefault("retry-after", str(error.retry_after))
@@ -165,12 +165,12 @@ class _ErrorResponse(Response):
 
 
 def note_error(scope: Scope, error: OutriderError) -> None:
-    """Adds the kind of `error` to this request's log line, since messages quote the client's text."""
+    """Adds the kind of `error` to this request's log line; messages are omitted, as they quote the client's text."""
     scope.setdefault("state", {})["error"] = {"error": error.error_type, "param": error.param}
 
 
 def error_handlers() -> dict[Any, ExceptionHandler]:
-    """The handlers that answer every failure, the framework's too, in the envelope."""
+    """Returns the handlers that answer every failure, including the framework's, in the envelope."""
 
     async def on_outrider_error(_: Request, error: Exception) -> Response:
         assert isinstance(error, OutriderError)

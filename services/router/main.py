@@ -29,11 +29,9 @@ logger = logging.getLogger(__name__)
 
 
 def run(config: Config) -> int:
-    """Serves until SIGTERM or SIGINT, then lets running requests finish; returns the exit status.
+    """Serves until SIGTERM or SIGINT, then lets running requests finish. Returns the exit status.
 
-    A second signal ends them at once.
-
-    Raises ConfigurationError when the configuration cannot work.
+    A second signal ends them at once. Raises ConfigurationError if the configuration cannot work.
     """
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     https = HttpsCertificate.of(config.router)
@@ -69,7 +67,7 @@ def run(config: Config) -> int:
 
 
 def warn_of_open_doors(config: Config) -> None:
-    """Logs a warning for addresses that other machines reach and that require no key."""
+    """Logs a warning for addresses that other machines can reach and that require no key."""
     router = config.router
     if router.api_keys_file is not None:
         return

@@ -173,7 +173,7 @@ class RouterMetrics:
         self.request_generation_tokens.observe(num_tokens)
 
     def count_running_adapter(self, name: str, change: int) -> None:
-        """`change`: 1 where a choice begins with the adapter, -1 where it ends."""
+        """`change`: 1 if a choice begins with the adapter, -1 if it ends."""
         number = self.running_adapters.get(name, 0) + change
         if number > 0:
             self.running_adapters[name] = number
@@ -185,7 +185,7 @@ class RouterMetrics:
         self._connections_closed.labels(reason).inc()
 
     def count_adapter(self, name: str) -> None:
-        """Counts one request with that adapter, which targets hold."""
+        """Counts one request with an adapter that targets hold."""
         self._by_adapter.labels(self._model_name, name).inc()
 
     def count_move(self, reason: str) -> None:
@@ -201,14 +201,14 @@ class RouterMetrics:
             self._decode_tokens.labels(self._model_name, kind).inc(num_tokens)
 
     def render(self) -> bytes:
-        """The page in Prometheus's text format."""
+        """Returns the page in Prometheus's text format."""
         return generate_latest(self.registry)
 
 
 class TokenTally(Collector):
-    """Counts every chunk and round in plain numbers, as counters with locks cost many times that.
+    """Counts every chunk and round in plain numbers, because counters with locks cost many times that.
 
-    All of it belongs to one thread.
+    Belongs to one thread.
     """
 
     def __init__(self, model_name: str) -> None:
@@ -221,7 +221,7 @@ class TokenTally(Collector):
         self._gaps = TimeTally(_INTER_TOKEN_BUCKETS)
 
     def count_tokens(self, num_tokens: int, seconds: float | None) -> None:
-        """Counts tokens that came at once, `seconds` after those before them; None: the first of a choice."""
+        """Counts tokens that came together, `seconds` after the previous ones; None: the first of a choice."""
         self._num_tokens += num_tokens
         if seconds is not None:
             self._gaps.observe(seconds)

@@ -1,6 +1,6 @@
 """One log line per ended request: caller, size, duration and outcome.
 
-No text of a prompt or an answer is in it. What a client may choose, such as its request's ID, is escaped by the log.
+It contains no text of a prompt or an answer. The log escapes texts that a client chooses, such as its request's ID.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class AccessLog:
 
 
 def _fields(scope: Scope, status: int | None, record: RequestRecord) -> dict[str, Any]:
-    """`status`: that was sent; None: none was."""
+    """`status`: the status that was sent; None: none."""
     state, caller, client = scope["state"], caller_of(scope), scope.get("client")
     fields = {
         "request_id": request_id_of(scope),

@@ -1,6 +1,6 @@
 """The keys of clients, in a file that may change while the router runs.
 
-    # name:key, or name:sha256:hex, where the file is not to hold the key itself
+    # name:key, or name:sha256:hex, so that the file does not contain the key itself
     alice:sk-5f1d...
     batch:sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08
 
@@ -62,7 +62,7 @@ class ApiKeys:
             self.look()
 
     def look(self) -> None:
-        """A broken file leaves the keys as they are, and is reported once."""
+        """Reads the file if it has changed. A broken file leaves the keys unchanged, and is reported once."""
         if not self._watch.has_changed():
             return
         try:
@@ -75,7 +75,7 @@ class ApiKeys:
 
 
 def parse_keys(text: str) -> dict[bytes, str]:
-    """Names by the SHA-256 of their keys. Raises ValueError naming the line, and never a key."""
+    """Returns names by the SHA-256 of their keys. Raises ValueError naming the line, but never a key."""
     names: dict[bytes, str] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         entry = line.strip()

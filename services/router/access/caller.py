@@ -23,19 +23,19 @@ current_key: ContextVar[str | None] = ContextVar("current_key", default=None)
 
 
 def caller_of(scope: Mapping[str, Any]) -> Caller | None:
-    """None: a probe without a key."""
+    """Returns the caller of the request; None for a probe without a key."""
     caller: Caller | None = scope.get("state", {}).get("caller")
     return caller
 
 
 def is_still_let_in(scope: Mapping[str, Any]) -> bool:
-    """Returns whether the key of the request of `scope` is still valid, for answers that last for hours."""
+    """Returns True if the key of the request of `scope` is still valid, for answers that last for hours."""
     ask: Callable[[], object] | None = scope.get("state", {}).get("ask_again")
     return ask is None or ask() is not None
 
 
 def name_of_caller(scope: Mapping[str, Any]) -> str:
-    """For audit lines: the key's name, where there is one, and the host."""
+    """Returns the key's name, if there is one, and the host, for audit lines."""
     client, key = scope.get("client"), caller_of(scope)
     host = client[0] if client else "unknown"
     return f"{key.name} at {host}" if key is not None and key.name else str(host)

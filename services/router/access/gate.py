@@ -44,7 +44,7 @@ _SEND_ONE = "send a key as `Authorization: Bearer KEY` or as `x-api-key: KEY`"
 
 
 class Credentials:
-    """Everything that lets somebody in, of one router."""
+    """All credentials of one router."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Credentials:
 
     @classmethod
     def of(cls, config: RouterConfig, environment: Mapping[str, str]) -> Credentials:
-        """Raises ConfigurationError when a file is missing or broken."""
+        """Reads the credentials. Raises ConfigurationError if a file is missing or broken."""
         clients, operators, token = config.api_keys_file, config.admin_keys_file, config.metrics_token_file
         digest = environment.get(LAUNCHER_KEY_SHA256)
         try:
@@ -97,7 +97,7 @@ class Credentials:
         return self._scraper(key, path) or self._launcher(key, path)
 
     def admin(self, key: bytes | None, path: str) -> Caller | None:
-        """Likewise the admin address."""
+        """Returns the caller of the admin address with `key`; None: `path` is not allowed."""
         if self._operators is None:
             return _OPEN if path != _METRICS or self._metrics_token is None else self._scraper(key, path)
         if key is None:
@@ -119,7 +119,7 @@ class Credentials:
 
 
 class Gate:
-    """At the public address."""
+    """Access control of the public address."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class Gate:
 
 
 class AdminGate:
-    """At the admin address, where every call leaves a line."""
+    """Access control of the admin address, which logs every call."""
 
     def __init__(self, app: ASGIApp, *, credentials: Credentials) -> None:
         self._app = app
@@ -202,9 +202,9 @@ class AdminGate:
 
 
 def bearer_of(scope: Scope) -> bytes | None:
-    """Returns the key in the headers; None: there is none.
+    """Returns the key in the headers; None if there is none.
 
-    Raises InvalidApiKeyError for a header that cannot be understood, and for two keys.
+    Raises InvalidApiKeyError for a malformed header, and for two keys.
     """
     bearers, others = (
         [value for name, value in scope["headers"] if name == header] for header in (b"authorization", b"x-api-key")
@@ -222,7 +222,7 @@ def bearer_of(scope: Scope) -> bytes | None:
 
 
 async def refuse(error: OutriderError, scope: Scope, receive: Receive, send: Send, name: str = "") -> None:
-    """Answers with `error` and leaves a line. What the caller could choose the text of is quoted in it."""
+    """Answers with `error` and logs a line, which quotes all text that the caller could choose."""
     audit.warning("audit: refused %d: %s: %s", error.http_status, describe_call(scope, name), error.message)
     headers = {"www-authenticate": "Bearer"} if error.http_status == 401 else {}
     await error_response(error, headers)(scope, receive, send)

@@ -45,7 +45,7 @@ def to_chat_messages(system: object, value: object) -> list[Message]:
 
 
 def continues(messages: list[Message]) -> bool:
-    """Returns whether the answer continues the last of `messages`: it is text of the assistant."""
+    """Returns True if the answer continues the last of `messages`, which is text of the assistant."""
     last = messages[-1] if messages else {}
     return (
         last.get("role") == "assistant"

@@ -1,4 +1,4 @@
-"""An answer on its way to the client: whole, or as server-sent events."""
+"""An answer that is sent to the client, whole or as server-sent events."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.router.output.speculation_stats import SpeculationStats
 
 @dataclass(frozen=True)
 class Answer:
-    """Pieces of all choices, and how they are written."""
+    """Pieces of all choices, and the form in which they are written."""
 
     reply: Reply
     pieces: AsyncGenerator[tuple[int, Piece], None]

@@ -63,7 +63,7 @@ class Serving:
         return {**self.sampling_defaults, **{name: value for name, value in fields.items() if value is not None}}
 
     def check_model(self, model: str | None) -> AdapterRef | None:
-        """The adapter that `model` names; None: the model that is served, which leaving it open means too.
+        """Returns the adapter that `model` names; None: the served model, also if `model` is omitted.
 
         Raises ModelNotFoundError, or UnavailableError for an adapter that only targets have which cannot answer now.
         """
@@ -96,14 +96,14 @@ class ApiEndpoint(abc.ABC, Generic[R]):
 
     @abc.abstractmethod
     def _encode(self, request: R) -> list[list[int]]:
-        """The token IDs of each prompt of `request`."""
+        """Returns the token IDs of each prompt of `request`."""
 
     def _parse(self, fields: dict[str, Any]) -> R:
-        """The request that the body `fields` makes. Raises InvalidRequestError naming the field."""
+        """Returns the request with the body `fields`. Raises InvalidRequestError naming the field."""
         return parse_request(self.request_type, fields)
 
     def _reader(self, request: R, prompt: list[int]) -> Reader | None:
-        """Returns how answers to `prompt` are read; None: all of an answer is content."""
+        """Returns the reader of answers to `prompt`; None if all of an answer is content."""
         return None
 
     def _grammar(self, request: R, reader: Reader | None) -> Grammar | None:
@@ -115,7 +115,7 @@ class ApiEndpoint(abc.ABC, Generic[R]):
         return self.reply_type(**frame)
 
     def _shown_special_tokens(self, request: R) -> Collection[int]:
-        """Special tokens that are needed to read the answer, and so are not left out of its text."""
+        """Returns the special tokens that are needed to read the answer, and so stay in its text."""
         return ()
 
     def _turn_end_ids(self, request: R) -> frozenset[int]:
@@ -267,5 +267,5 @@ class ApiEndpoint(abc.ABC, Generic[R]):
 
 
 def draw_seed() -> int:
-    """A seed for a request that named none: of 53 bits, so that it survives a JavaScript client's JSON."""
+    """Returns a seed for a request without one, of 53 bits, which a JavaScript client's JSON can represent."""
     return secrets.randbits(53)

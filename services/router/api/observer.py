@@ -42,7 +42,7 @@ class AnswerObserver:
         adapter: AdapterRef | None,
         prompt_lens: Sequence[int],
     ) -> None:
-        """The request is valid and about to be sent to targets. `model`: the base model that is served."""
+        """Records that the request is valid and about to be sent to targets. `model`: the served base model."""
         if adapter is not None:
             self.metrics.count_adapter(adapter.name)
             self.record.adapter = adapter.name
@@ -88,12 +88,12 @@ class ChoiceObserver:
         self._answer.trace.end()
 
     def moved(self, reason: str) -> None:
-        """Another target continues the choice; `reason`: what happened to the one before."""
+        """Records that another target continues the choice. `reason`: what happened to the previous one."""
         self._answer.metrics.count_move(reason)
         self._answer.record.num_moves += 1
 
     def received(self, reply: CallReply) -> None:
-        """A target sent `reply`."""
+        """Records that a target sent `reply`."""
         answer = self._answer
         if reply.token_ids:
             self._count_tokens(len(reply.token_ids), reply.num_cached_tokens)
@@ -124,7 +124,7 @@ class ChoiceObserver:
         self._num_tokens += count
 
     def wrote(self, piece: Piece) -> None:
-        """`piece` is about to be sent to the client."""
+        """Records that `piece` is about to be sent to the client."""
         answer = self._answer
         if self.span.is_recorded:
             answer.trace.note(self._request.choice_index, piece)

@@ -56,7 +56,7 @@ class Reply(abc.ABC):
 
     @abc.abstractmethod
     def whole(self, choices: Sequence[Piece], usage: Usage) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
+        """Returns the body of an answer that is not streamed."""
 
     @abc.abstractmethod
     def chunks(self, index: int, piece: Piece, usage: Usage | None, *, is_first: bool) -> Iterator[dict[str, Any]]:
@@ -67,7 +67,7 @@ class Reply(abc.ABC):
 
     @abc.abstractmethod
     def event(self, value: Mapping[str, Any]) -> bytes:
-        """One of `chunks`, as it is sent."""
+        """Returns one of `chunks` in the form that is sent."""
 
     @abc.abstractmethod
     def ending(self, usage: Usage, speculation: SpeculationStats | None) -> Iterator[bytes]:
@@ -114,8 +114,7 @@ class ChoicesReply(Reply):
         return event(envelope(error))
 
     def usage_chunk(self, usage: Usage, speculation: SpeculationStats | None) -> dict[str, Any]:
-        """The last object of a streamed answer with usage; `speculation` of its only choice, if it has
-        one."""
+        """Returns the last object of a streamed answer with usage; `speculation`: that of its only choice, if any."""
         return self._frame(self.chunk_object, []) | {"usage": usage.to_json()} | _metrics(speculation)
 
     @abc.abstractmethod
@@ -133,7 +132,7 @@ class ChoicesReply(Reply):
         return self.logprobs.prompt(prompt.token_ids, scores)
 
     def _stop(self, choice: Piece) -> dict[str, Any]:
-        """As vLLM has it: why a choice ended, where a stop token or string did it that the request named."""
+        """Returns vLLM's fields for the reason why a choice ended, if a requested stop token or string ended it."""
         return {} if choice.stop_reason is None else {"stop_reason": choice.stop_reason}
 
     def _with_extras(
@@ -165,7 +164,7 @@ class ChoicesReply(Reply):
 
 
 def _metrics(speculation: SpeculationStats | None) -> dict[str, Any]:
-    """vLLM's field of that name, which its load generators read: of an answer of one choice that had drafts."""
+    """Returns vLLM's field of that name, which its load generators read, for an answer of one choice with drafts."""
     if speculation is None or not speculation.num_drafts:
         return {}
     return {"metrics": {"speculative_decoding": speculation.to_vllm()}}

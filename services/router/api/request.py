@@ -105,7 +105,7 @@ class StreamOptions(BaseModel):
 
 
 class ApiRequest(BaseModel, abc.ABC):
-    """A request whose every field is within bounds that hold for all models; the model's limits are checked later."""
+    """A request whose fields are within the bounds of all models; the model's limits are checked later."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, frozen=True)
 
@@ -204,7 +204,7 @@ class ApiRequest(BaseModel, abc.ABC):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """The same of the prompt's tokens."""
+        """The same number for the prompt's tokens."""
         return self.prompt_logprobs
 
     @property
@@ -213,7 +213,7 @@ class ApiRequest(BaseModel, abc.ABC):
 
     @property
     def continuous_usage(self) -> bool:
-        """As in vLLM: only together with `include_usage`."""
+        """True if every chunk has the usage; as in vLLM, only together with `include_usage`."""
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     @property
@@ -254,7 +254,7 @@ R = TypeVar("R", bound=ApiRequest)
 
 
 def parse_request(kind: type[R], fields: dict[str, Any]) -> R:
-    """The request that `fields` make. Raises InvalidRequestError naming the field."""
+    """Returns the request with `fields`. Raises InvalidRequestError naming the field."""
     given = {name: value for name, value in fields.items() if value is not None}
     others = given.keys() - kind.model_fields.keys()
     for name in others & kind.unsupported_fields.keys():

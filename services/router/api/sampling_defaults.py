@@ -1,4 +1,4 @@
-"""The sampling that a model's authors recommend, for requests that leave it open."""
+"""The sampling parameters that a model's authors recommend, for requests that leave them open."""
 
 from __future__ import annotations
 

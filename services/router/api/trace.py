@@ -13,7 +13,7 @@ class AnswerTrace:
     """Sets the attributes of a request's span that describe its answer, if the span is recorded."""
 
     def __init__(self, span: Span, arrived_at: float) -> None:
-        """`arrived_at`: when the request came (time.perf_counter)."""
+        """`arrived_at`: arrival of the request (time.perf_counter)."""
         self.span = span
         self._arrived_at = arrived_at
         self._num_tokens = 0
@@ -25,7 +25,7 @@ class AnswerTrace:
             self.span.set(_request_attributes(request, model, request_id, seed, num_prompt_tokens))
 
     def note(self, index: int, piece: Piece) -> None:
-        """The choice `index` has a new piece. To be called if the span is recorded."""
+        """Records a new piece of the choice `index`. Must only be called if the span is recorded."""
         self._num_tokens += len(piece.token_ids)
         if piece.token_ids and not self._has_tokens:
             self._has_tokens = True
@@ -34,7 +34,7 @@ class AnswerTrace:
             self._finish_reasons[index] = piece.finish_reason
 
     def end(self) -> None:
-        """A choice has ended or was given up; the last one's call counts."""
+        """Records that a choice has ended or was given up; the last call counts."""
         if self.span.is_recorded:
             reasons = [reason for _, reason in sorted(self._finish_reasons.items())]
             self.span.set(
@@ -49,7 +49,7 @@ class AnswerTrace:
 def _request_attributes(
     request: ApiRequest, model: str, request_id: str, seed: int, num_prompt_tokens: int
 ) -> Attributes:
-    """No text of the request is among them."""
+    """Returns the attributes of the request, without any of its text."""
     return {
         "outrider.request_id": request_id,
         "gen_ai.operation.name": "text_completion" if request.prompt_field == "prompt" else "chat",

@@ -76,7 +76,7 @@ def build_choice_requests(
 
 
 def _checked(token_ids: Sequence[int], vocab_size: int, param: str) -> Sequence[int]:
-    """`token_ids`. Raises InvalidRequestError unless all are in the vocabulary; there may be a million."""
+    """Returns `token_ids`. Raises InvalidRequestError unless all are in the vocabulary; there may be a million."""
     for token_id in (min(token_ids), max(token_ids)) if token_ids else ():
         _check_token_id(token_id, vocab_size, param)
     return token_ids
@@ -85,7 +85,7 @@ def _checked(token_ids: Sequence[int], vocab_size: int, param: str) -> Sequence[
 def _constraints(
     request: ApiRequest, grammar: Grammar | None, tokenizer: Tokenizer, vocab_size: int
 ) -> target_pb2.Constraints | None:
-    """None if there are none, as in workers of an older version."""
+    """Returns the constraints; None if there are none, as in workers of an older version."""
     constraints = target_pb2.Constraints(
         allowed_token_ids=_checked(request.allowed_token_ids or (), vocab_size, "allowed_token_ids"),
         bad_words=[target_pb2.TokenIds(token_ids=word) for word in bad_words(request.bad_words, tokenizer)],

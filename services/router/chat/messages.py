@@ -61,12 +61,12 @@ def to_messages(value: object) -> list[Message]:
 
 
 def text_of(content: str | list[Part]) -> str:
-    """The text of a message; of several parts, one under the other, as vLLM has it."""
+    """Returns the text of a message; parts are separated by newlines, as in vLLM."""
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
 def opening_of(messages: Sequence[Message]) -> str:
-    """Returns the text of a chat's messages up to the first of the user, which all of its turns begin with."""
+    """Returns the text of a chat's messages up to the first of the user, with which all of its turns begin."""
     texts = []
     for message in messages:
         texts.append(text_of(message["content"]))

@@ -30,7 +30,7 @@ class Conversation:
 
 
 def check_continuation(*, continues: bool, begins: bool) -> None:
-    """Raises InvalidRequestError where the last message is to be gone on with and another one to be begun."""
+    """Raises InvalidRequestError if the request would both continue the last message and begin another."""
     if continues and begins:
         raise InvalidRequestError(
             "continue_final_message continues the last message: set add_generation_prompt to false",
@@ -39,7 +39,7 @@ def check_continuation(*, continues: bool, begins: bool) -> None:
 
 
 class ChatPrompts:
-    """Writes conversations as the model was trained to read them."""
+    """Writes conversations in the form that the model was trained to read."""
 
     def __init__(self, template: ChatTemplate | None, tokenizer: Tokenizer) -> None:
         self._template = template
@@ -89,7 +89,7 @@ def _turn_end_ids(template: ChatTemplate | None, special_tokens: Mapping[str, in
 
 
 def render(template: ChatTemplate, conversation: Conversation, stand_ins: Collection[str] = ()) -> str:
-    """The text of a prompt. Raises InvalidRequestError when `template` refuses the messages."""
+    """Returns the text of a prompt. Raises InvalidRequestError if `template` refuses the messages."""
     messages = [_with_content_for(template, message) for message in conversation.messages]
     text = template.render(
         messages,
@@ -102,7 +102,7 @@ def render(template: ChatTemplate, conversation: Conversation, stand_ins: Collec
 
 
 def _with_content_for(template: ChatTemplate, message: Message) -> Message:
-    """`message` with its content in a form that `template` takes."""
+    """Returns `message` with its content in a form that `template` takes."""
     content = message["content"]
     if isinstance(content, list) and not template.traits.takes_parts:
         return message | {"content": text_of(content)}

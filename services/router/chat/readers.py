@@ -43,9 +43,9 @@ class Readers:
         prompt: Sequence[int] = (),
         continued: str = "",
     ) -> Reader | None:
-        """None where all of an answer is content.
+        """Returns the reader; None if all of an answer is content.
 
-        `prompt`: its token IDs; `continued`: the text of the message that the answer goes on with.
+        `prompt`: the prompt's token IDs. `continued`: the text of the message that the answer continues.
         """
         program: Program = plain
         if choice.is_forced:
@@ -68,7 +68,7 @@ class Readers:
         )
 
     def shown_special_tokens(self, tools: Sequence[Tool], choice: ToolChoice) -> Collection[int]:
-        """Those that a reader has to see."""
+        """Returns the special tokens that a reader needs to see."""
         markers: list[str] = [BEGIN, END] if self.reads_reasoning else []
         if tools and choice.mode == "auto" and self.tool_format is not None:
             markers += self.tool_format.markers

@@ -43,10 +43,10 @@ class SpecialTokenGuard:
         self._ends = _Pieces(after for _, after in cuts)
 
     def disguise(self, value: V, *, avoid: str) -> tuple[V, dict[str, str]]:
-        """`value` (as JSON has it) with stand-ins, and the character that each of them stands for.
+        """Returns `value` (as JSON has it) with stand-ins, and the character that each of them stands for.
 
-        Where no special token is spelled it is `value` itself, and there are no stand-ins. None of them is in
-        `avoid`, the rest of what will be rendered.
+        If no special token is spelled, returns `value` itself and no stand-ins. No stand-in is in `avoid`, the rest of
+        the text that will be rendered.
         """
         if not any(map(self._places, _runs(value))):
             return value, {}
@@ -99,7 +99,7 @@ class _Pieces:
         self._lengths = sorted({len(piece) for piece in self._pieces})
 
     def at_end_of(self, text: str) -> list[int]:
-        """The lengths of those that `text` ends with."""
+        """Returns the lengths of those that `text` ends with."""
         return [length for length in self._lengths if length <= len(text) and text[-length:] in self._pieces]
 
     def are_at_start_of(self, text: str) -> bool:
@@ -118,7 +118,7 @@ def _escape(character: str) -> str:
 
 
 def _is_parts(value: object) -> bool:
-    """Returns whether `value` is a message's content in parts, which templates write one after the other."""
+    """Returns True if `value` is a message's content in parts, which templates write one after the other."""
     return (
         isinstance(value, list)
         and bool(value)
@@ -142,7 +142,7 @@ def _runs(value: object) -> list[Run]:
 
 
 def _mapped(value: Any, replace: Callable[[Run], str]) -> Any:
-    """`value` with `replace`, which keeps the length of a run, done to all strings as `_runs` has them."""
+    """Returns `value` with `replace` applied to all strings of `_runs`; `replace` keeps the length of a run."""
     if isinstance(value, str):
         return replace((value,))
     if _is_parts(value):

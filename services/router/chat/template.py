@@ -86,9 +86,9 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         more: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt; `more` are variables of the template's own.
+        """Returns the prompt. `more`: variables of the template's own.
 
-        Raises InvalidRequestError when the template refuses the messages or cannot take them.
+        Raises InvalidRequestError if the template refuses the messages or cannot take them.
         """
         variables = {
             **self._special_tokens,
@@ -164,7 +164,10 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike Jinja's filter it escapes no character for HTML: a model reads it, not a browser."""
+    """Converts `value` to JSON.
+
+    Unlike Jinja's filter it escapes no character for HTML: a model reads it, not a browser.
+    """
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

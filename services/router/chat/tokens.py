@@ -112,7 +112,7 @@ class Tokens:
         )
 
     async def _read(self, kind: type[R], http_request: Request) -> tuple[R, int]:
-        """The request, and the bytes it came in."""
+        """Returns the request, and the number of bytes of its body."""
         body = await read_json_body(http_request, self._serving.max_body_bytes)
         request = await run_in_thread_if_large(len(body), lambda: _parsed(kind, body))
         self._serving.check_model(request.model)

@@ -30,7 +30,7 @@ class BodyRoom:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[BodyShare]:
-        """A share, while a request lives."""
+        """Yields a share for the lifetime of a request."""
         share = BodyShare(self)
         try:
             yield share
@@ -106,7 +106,7 @@ async def _read(
 
 
 async def read_json_body(request: Request, max_bytes: int, timeout_s: float | None = None) -> bytes:
-    """Returns the body of `request`, which must be declared as JSON; `timeout_s`: if it is not read yet."""
+    """Returns the body of `request`, which must be declared as JSON, within `timeout_s` seconds."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise UnsupportedMediaTypeError("send the body as Content-Type: application/json")
@@ -114,7 +114,7 @@ async def read_json_body(request: Request, max_bytes: int, timeout_s: float | No
 
 
 def to_json_object(body: bytes) -> dict[str, Any]:
-    """The object that `body` is. Raises InvalidRequestError."""
+    """Returns the JSON object in `body`. Raises InvalidRequestError."""
     try:
         value = parse_json(body)
     except ValueError as error:

@@ -21,7 +21,7 @@ class HttpsCertificate:
     """The certificate of all listeners of the router. New connections use the current files; older ones keep theirs."""
 
     def __init__(self, certificate: str, key: str) -> None:
-        """Raises ConfigurationError when the files cannot be used."""
+        """Raises ConfigurationError if the files cannot be used."""
         self._files = certificate, key
         self._watch = FileWatch(self._files, settles=True)
         self.context = _new_context()
@@ -29,13 +29,13 @@ class HttpsCertificate:
 
     @classmethod
     def of(cls, config: RouterConfig) -> HttpsCertificate | None:
-        """None: the router speaks HTTP. Raises ConfigurationError."""
+        """Returns the certificate; None: the router serves HTTP. Raises ConfigurationError."""
         if config.tls_certificate_file is None or config.tls_key_file is None:
             return None
         return cls(config.tls_certificate_file, config.tls_key_file)
 
     async def follow(self) -> None:
-        """Until cancelled."""
+        """Follows the files until cancelled."""
         while True:
             await asyncio.sleep(_LOOK_INTERVAL_S)
             self.look()

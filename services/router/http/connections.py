@@ -1,4 +1,4 @@
-"""How many connections a server has, of each address and of all, and how long each may take."""
+"""Limits of a server's connections: their number, by address and in all, and their duration."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OTHER_FILES = 256  # other open files of a router: channels to targets, its log
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Seconds."""
+    """Timeouts in seconds."""
 
     header: float = 10.0
     body: float = 60.0
@@ -36,7 +36,7 @@ class Timeouts:
 
 
 class Connections:
-    """Counts those of one server, within its limits."""
+    """Counts the connections of one server, within its limits."""
 
     def __init__(
         self, metrics: RouterMetrics, *, limit: int, limit_per_address: int, timeouts: Timeouts | None = None
@@ -55,7 +55,7 @@ class Connections:
         return cls(metrics, limit=limit, limit_per_address=per_address, timeouts=Timeouts.of(config))
 
     def enter(self, host: str) -> bool:
-        """Returns whether there is room for a connection from `host`, and counts it until it leaves."""
+        """Counts a connection from `host` until it leaves. Returns False if there is no room for it."""
         key = _network(host)
         if self._num_open >= self._limit:
             self.count_closed("full")
@@ -77,7 +77,7 @@ class Connections:
         self._metrics.connections.dec()
 
     def count_closed(self, reason: str) -> None:
-        """A connection is closed because of its client's behaviour."""
+        """Counts a connection that is closed because of its client's behaviour."""
         self._metrics.count_closed_connection(reason)
 
 

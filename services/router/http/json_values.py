@@ -1,4 +1,4 @@
-"""JSON from strangers, of few enough values: a parser holds Python's lock, and so every stream, while it makes them."""
+"""Parses untrusted JSON with a limited number of values, because a parser blocks every stream while it runs."""
 
 from __future__ import annotations
 

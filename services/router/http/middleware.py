@@ -58,9 +58,9 @@ def request_id_of(scope: Mapping[str, Any]) -> str:
 
 
 class Admission:
-    """Counts the requests to `paths` whose bodies are whole, and refuses those beyond `limit`, before any work is done.
+    """Counts the requests to `paths` whose bodies are complete, and refuses those beyond `limit` before any work.
 
-    While there are as many, new ones are refused before their bodies, too.
+    While the limit is reached, new requests are refused before their bodies are read, too.
     """
 
     def __init__(self, app: ASGIApp, *, paths: frozenset[str], config: RouterConfig, metrics: RouterMetrics) -> None:
@@ -120,7 +120,7 @@ class Admission:
 
 
 def _shutting_down() -> UnavailableError:
-    """For requests that the server cancels after the drain time."""
+    """Returns the error for requests that the server cancels after the drain time."""
     return UnavailableError("the router is shutting down; ask again, with the same seed for the same answer")
 
 
@@ -131,7 +131,7 @@ def _decompressed(scope: Scope) -> Scope:
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """As `receive` was before all of `body` had been read."""
+    """Returns a `receive` that returns all of `body` first."""
     is_read = False
 
     async def replay() -> Message:

@@ -38,7 +38,7 @@ _LEAST_READ_BYTES = 65_536  # bytes that a client has to read within the write t
 
 class BoundedHttpProtocol(HttpToolsProtocol):
     def __init__(self, connections: Connections, counted_as: str | None = None, **more: Any) -> None:
-        """`counted_as`: the host under which it has been counted already; None: it is to be."""
+        """`counted_as`: the host under which the connection was counted already; None: it is not yet counted."""
         super().__init__(**more)
         self._connections = connections
         self._timeouts = connections.timeouts
@@ -196,7 +196,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     # Ends of connections.
 
     def leave(self) -> None:
-        """Is no longer counted."""
+        """Ends the counting of this connection."""
         if self._host is not None:
             self._connections.leave(self._host)
             self._host = None
@@ -225,7 +225,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._refuse(error)
 
     def _refuse(self, error: OutriderError | None) -> None:
-        """Closes the connection, with an answer where none has begun."""
+        """Closes the connection, with an answer if none has begun."""
         has_begun = self._running is not None and self._running.response_started
         self._end_requests()
         if has_begun:
@@ -244,7 +244,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 cycle.message_event.set()
 
     def _linger(self) -> None:
-        """Closes it as soon as the client does, or soon."""
+        """Closes the connection as soon as the client does, or after a short time."""
         self._is_lingering = True
         self._unset_head_timer()
         if self.transport.can_write_eof():
@@ -295,7 +295,7 @@ class _Outlet(asyncio.Transport):
 async def _close_if_unread(
     cycle: RequestResponseCycle, app: ASGIApp, scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """An answer that comes before all of the body has is the connection's last: the rest would only cost."""
+    """Closes the connection after an answer that precedes the end of the body, because reading on only costs."""
 
     async def send_and_close(message: Message) -> None:
         if message["type"] == "http.response.start" and cycle.more_body:

@@ -1,4 +1,4 @@
-"""Answers that end with their client: server-sent events, and cancellable work."""
+"""Answers that end when their client disconnects: server-sent events, and cancellable work."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def error_event(scope: Scope, error: OutriderError) -> bytes:
 
 
 async def until_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, or ClientDisconnect once the client is gone; then `work` has been cancelled.
+    """Returns the result of `work`. Raises ClientDisconnect once the client is gone, after cancelling `work`.
 
     The request's body must have been read.
     """
@@ -144,7 +144,7 @@ class _Body:
 
 
 class NotedSend:
-    """Passes messages on, and notes the status that the answer begins with."""
+    """Passes messages on, and records the status with which the answer begins."""
 
     def __init__(self, send: Send) -> None:
         self.status: int | None = None  # None: the answer has not begun
@@ -157,5 +157,5 @@ class NotedSend:
 
 
 def note_outcome(scope: Scope, code: int) -> None:
-    """Counts the request as `code`, whatever status its answer began with."""
+    """Counts the request as `code`, regardless of the status with which its answer began."""
     scope.setdefault("state", {})["outcome"] = code

@@ -1,4 +1,4 @@
-"""Accepts clients of HTTPS, whose handshakes are counted and in time like all that follows."""
+"""Accepts HTTPS clients; their handshakes count against the limits of connections and time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PAUSE_S = 0.1  # pause if no connection can be accepted because too many files 
 
 
 class TlsListener:
-    """In place of asyncio's own server, which shows a connection after its handshake, and waits a minute for that."""
+    """Replaces asyncio's own server, which reports a connection only after its handshake, with a limit of a minute."""
 
     def __init__(
         self,
@@ -23,7 +23,7 @@ class TlsListener:
         connections: Connections,
         new_protocol: Callable[[str], BoundedHttpProtocol],
     ) -> None:
-        """`new_protocol`: for a client at that host, which has been counted."""
+        """`new_protocol`: makes the protocol for a client at a host that was counted already."""
         self._loop = asyncio.get_running_loop()
         self._listener = listener
         self._context = context

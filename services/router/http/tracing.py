@@ -59,7 +59,7 @@ class Tracing:
 
 
 def _end(span: Span, status: int, outcome: int) -> None:
-    """`outcome`: the status that the request would have had if its answer had not begun."""
+    """Ends `span`. `outcome`: the status that the request would have had if its answer had not begun."""
     span.set({"http.response.status_code": status, "outrider.outcome": outcome})
     if outcome == CLIENT_CLOSED_REQUEST:
         span.fail(str(outcome), "the client left")

@@ -60,7 +60,7 @@ _B = TypeVar("_B", bound=BaseModel)
 
 
 class AdapterCalls:
-    """Calls all targets at once. Each loads from its own disk; other routers learn of it from the targets."""
+    """Calls all targets at once. Each loads from its own disk; other routers see the change at the targets."""
 
     def __init__(self, pool: ReplicaPool, model_id: str) -> None:
         """`model_id`: a name that no adapter may have."""

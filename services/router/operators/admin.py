@@ -36,9 +36,9 @@ def create_admin_app(
     adapters: AdapterCalls | None = None,
     health: Health | None = None,
 ) -> Starlette:
-    """`/admin/speculation`, the calls of `adapters`, `/health` and `/metrics`.
+    """Returns the application of `/admin/speculation`, the calls of `adapters`, `/health` and `/metrics`.
 
-    `credentials`: who may call; None: everybody.
+    `credentials`: the allowed callers; None: everyone.
     """
 
     def state() -> Response:

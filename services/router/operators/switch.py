@@ -16,20 +16,20 @@ audit = logging.getLogger("outrider.audit")
 
 class SpeculationSwitch:
     def __init__(self, percentage: float, metrics: RouterMetrics) -> None:
-        """`percentage` of requests are speculated for, until it is set."""
+        """`percentage`: share of requests that may speculate, until `set` changes it."""
         self.percentage = percentage
         self._metrics = metrics
         metrics.speculation_percentage.set(percentage)
 
     def draw(self) -> bool:
-        """Returns whether a new request may be speculated for.
+        """Returns True if a new request may be speculated for.
 
-        At random: clients that ask in turns would otherwise have all of one kind on one side.
+        Decides at random: with clients that take turns, each side would otherwise have requests of one kind.
         """
         return 100 * random.random() < self.percentage
 
     def set(self, percentage: float, *, caller: str, reason: str) -> None:
-        """`percentage` is 0 to 100. Counts, and leaves an audit line."""
+        """Sets `percentage`, 0 to 100. Counts the change, and logs an audit line."""
         audit.warning(
             "audit: speculation for %g %% of requests, was %g %%; set by %s, reason: %r",
             percentage,

@@ -28,7 +28,7 @@ class TrafficLog:
     """
 
     def __init__(self, path: str, max_bytes: int) -> None:
-        """Raises ConfigurationError when the file cannot be written."""
+        """Raises ConfigurationError if the file cannot be written."""
         try:
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, _OWNER_ONLY)
             os.fchmod(self._file, _OWNER_ONLY)  # an existing file may be readable by others
@@ -47,7 +47,7 @@ class TrafficLog:
         return None if config.traffic_log_file is None else cls(config.traffic_log_file, config.traffic_log_max_bytes)
 
     def add(self, prompts: Iterable[Sequence[int]]) -> None:
-        """A disk that is full, or gone, ends the log, and no request."""
+        """Appends `prompts`. A disk that is full or gone ends the log, but fails no request."""
         if not self._is_open:
             return
         for prompt in prompts:

@@ -15,12 +15,12 @@ Program = Callable[[Source, Writer, Sequence[Tool]], Reading[None]]
 
 
 def plain(source: Source, writer: Writer, _: Sequence[Tool] = ()) -> Reading[None]:
-    """All of it is content."""
+    """Reads the whole answer as content."""
     yield from source.until((), writer.content)
 
 
 def _hermes(source: Source, writer: Writer, _: Sequence[Tool]) -> Reading[None]:
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as often as need be."""
+    """Reads `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of times."""
     while marker := (yield from source.until(("<tool_call>",), writer.content)):
         source.mark()
         character = yield from source.skip()
@@ -33,7 +33,10 @@ def _hermes(source: Source, writer: Writer, _: Sequence[Tool]) -> Reading[None]:
 
 
 def _qwen3_xml(source: Source, writer: Writer, tools: Sequence[Tool]) -> Reading[None]:
-    """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`; the outer tag may lack."""
+    """Reads `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`.
+
+    The outer tag may be missing.
+    """
     parameters = {tool.name: tool.parameters for tool in tools}
     while marker := (yield from source.until(("<tool_call>", "<function="), writer.content)):
         source.mark()
@@ -129,7 +132,7 @@ def _tag(source: Source) -> Reading[str]:
 
 
 def required(source: Source, writer: Writer, _: Sequence[Tool]) -> Reading[None]:
-    """The whole answer is a list of calls."""
+    """Reads the whole answer as a list of calls."""
     source.mark()
     character = yield from source.skip()
     if character == "[" and (yield from read_calls(source, writer)):
@@ -142,7 +145,7 @@ def required(source: Source, writer: Writer, _: Sequence[Tool]) -> Reading[None]
 
 
 def named(name: str) -> Program:
-    """The whole answer is the arguments of a call of `name`."""
+    """Returns the program that reads the whole answer as the arguments of a call of `name`."""
 
     def read(source: Source, writer: Writer, _: Sequence[Tool]) -> Reading[None]:
         source.mark()

@@ -52,7 +52,7 @@ class JsonScanner:
         return self._expects is _Expects.STRING
 
     def repaired(self, character: str) -> str:
-        """`character`, which is to come, as JSON has it: models forget to escape newlines in strings."""
+        """Returns the next `character` as valid JSON: models forget to escape newlines in strings."""
         if self._expects is _Expects.STRING and character < " ":
             return _ESCAPES.get(character, f"\\u{ord(character):04x}")
         return character

@@ -19,7 +19,7 @@ _ALPHABET = string.ascii_letters + string.digits
 
 @dataclass(frozen=True)
 class Reader:
-    """How the answers to one request are to be read."""
+    """Reading rules for the answers to one request."""
 
     program: Program = plain
     tools: Sequence[Tool] = ()

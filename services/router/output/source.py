@@ -25,7 +25,7 @@ class Said:
 
 
 class Source:
-    """Where a program gets its characters, one after the other."""
+    """Source of a program's characters, one after the other."""
 
     def __init__(self) -> None:
         self._piece = ""
@@ -57,7 +57,7 @@ class Source:
         return match[0]
 
     def unread(self, text: str) -> None:
-        """Has `text`, the last that was read, read once more."""
+        """Makes `text`, the last text that was read, unread."""
         self._piece = text + self._piece[self._position :]
         self._position = 0
         kept = "".join(self._since_mark)
@@ -71,7 +71,7 @@ class Source:
         return "".join(self._since_mark)
 
     def skip(self, characters: str = WHITE_SPACE) -> Reading[str]:
-        """The next character that is none of `characters`."""
+        """Returns the next character that is none of `characters`."""
         while True:
             character = yield from self.read()
             if not character or character not in characters:
@@ -87,8 +87,10 @@ class Source:
         return True
 
     def until(self, markers: Collection[str], take: Callable[[str], None]) -> Reading[str]:
-        """Has `take` what comes before one of `markers`, as soon as it is sure to; returns the marker, or "" at the
-        end of the text."""
+        """Passes the text before one of `markers` to `take`, as soon as it is certain.
+
+        Returns the marker, or "" at the end of the text.
+        """
         prose = _without("".join(marker[0] for marker in markers))
         held = ""
         while True:
@@ -137,7 +139,7 @@ class Writer:
         self._held_content += text[len(kept) :]
 
     def reasoning(self, text: str) -> None:
-        """Without the newlines at its end, which templates put there."""
+        """Adds reasoning, without the newlines at its end, which come from templates."""
         kept = text.rstrip("\n")
         if kept:
             self._reasoning.append(self._held_reasoning + kept)
@@ -168,7 +170,7 @@ class Writer:
         return "".join(self._reasoning)
 
     def end(self) -> None:
-        """At the end of the text."""
+        """Must be called at the end of the text."""
         if self._held_content and not self.num_calls:
             self._say("content", self._held_content)
         self._held_content = ""

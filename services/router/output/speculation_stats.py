@@ -25,7 +25,7 @@ class SpeculationStats:
         self.acceptance_histogram[num_accepted_tokens] += 1
 
     def to_json(self) -> dict[str, Any]:
-        """Rates are null for a choice that nothing was drafted for."""
+        """Returns the statistics as JSON. Rates are null for a choice without drafts."""
         has_drafts = self.num_drafts > 0
         return {
             "mean_acceptance_length": 1 + self.num_accepted_tokens / self.num_drafts if has_drafts else None,

@@ -22,7 +22,7 @@ class StopStrings:
 
 
 class StopMatcher:
-    """Passes one text on, piece by piece, as far as it is sure to be part of the output."""
+    """Passes one text on, piece by piece, as far as it certainly belongs to the output."""
 
     def __init__(self, stop_strings: StopStrings) -> None:
         self.stopped_at: str | None = None  # the stop string that was found
@@ -49,7 +49,7 @@ class StopMatcher:
         return pending[:start_of_held]
 
     def would_stop(self, text: str) -> bool:
-        """Returns whether `text`, if it came next, would complete a stop string; changes nothing."""
+        """Returns True if `text`, if it came next, would complete a stop string. Changes nothing."""
         num_matched = self._num_matched.copy()
         would_stop = any(self._advance(character) is not None for character in text)
         self._num_matched = num_matched

@@ -154,7 +154,7 @@ def _collected(source: Source, first: str) -> Reading[str]:
 
 
 def _value(source: Source, first: str, take: Callable[[str], None]) -> Reading[None]:
-    """Has `take` the JSON value that begins with `first`, without that."""
+    """Passes the JSON value that begins with `first` to `take`, without `first`."""
     scanner = JsonScanner()
     step = scanner.step(first)
     if first in WHITE_SPACE or step is ValuePosition.BAD:

@@ -29,7 +29,7 @@ _MAX_BEHIND = 20  # events that wait for one viewer
 
 
 class Feed:
-    """Belongs to one event loop."""
+    """Distributes events to viewers. Belongs to one event loop."""
 
     def __init__(self, observe: Callable[[], Awaitable[Mapping[str, Any]]]) -> None:
         """`observe`: returns the workers' state; called about once a second while the page is open."""
@@ -44,11 +44,11 @@ class Feed:
         self._is_closed = False
 
     def new_choice(self) -> int:
-        """A number for a choice that begins."""
+        """Returns a number for a new choice."""
         return next(self._numbers)
 
     def note(self, choice: int, num_tokens: int, rounds: Sequence[RoundCounts], *, has_ended: bool) -> None:
-        """A reply came for `choice`. To be called while it `is_watched`."""
+        """Records a reply for `choice`. Must only be called while `is_watched`."""
         num_steps = 1 + 2 * len(rounds)  # at most: plain tokens may precede each round and follow the last
         if self._num_steps + num_steps > MAX_STEPS:
             self._left_out[0] += num_steps

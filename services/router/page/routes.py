@@ -54,7 +54,7 @@ class StatusPage:
 
     @property
     def open_paths(self) -> frozenset[str]:
-        """Those that nobody needs a key for."""
+        """Paths that need no key."""
         return frozenset(self._files)
 
     def routes(self) -> list[Route]:

@@ -98,7 +98,7 @@ def _state(
 
 
 def _drafts(observation: target_pb2.Observation) -> set[str]:
-    """The addresses of the draft workers that are in it."""
+    """Returns the addresses of the draft workers in `observation`."""
     labelled = {reading.labels["draft"] for reading in observation.readings if "draft" in reading.labels}
     return labelled | {span.draft for span in observation.answers}
 

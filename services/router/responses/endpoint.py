@@ -58,7 +58,7 @@ class Responses(ChatCompletions):
         return prompts if len(prompts[0]) <= room else [self._truncated(request, room) or prompts[0]]
 
     def _truncated(self, request: ResponsesChat, room: int) -> list[int]:
-        """The prompt without as many of the oldest messages as it takes for it to have `room`; [] if none suffices."""
+        """Returns the prompt without the oldest messages, so that it leaves `room`; [] if that is impossible."""
         cuts = _cuts(request.messages)
         prompt: list[int] = []
         while cuts:  # the minimum that suffices

@@ -44,7 +44,7 @@ class ConversationKey:
         return cls(digest.digest(), has_earlier_turns)
 
     def preferred(self, replicas: Sequence[Replica]) -> Replica | None:
-        """Returns the one of `replicas` that the conversation goes to. Returns None if there are none."""
+        """Returns the one of `replicas` that gets the conversation; None if there are none."""
         least = min((replica.load for replica in replicas), default=0)
         most = least + (_MORE_SEQUENCES if self.has_earlier_turns else 0)
         return max((replica for replica in replicas if replica.load <= most), key=self._rank, default=None)

@@ -28,7 +28,7 @@ class CallSpan:
         self._finish_reason = "abort"
 
     def note(self, last: CallReply) -> None:
-        """The last reply of a call that came to its end. A call that is left without one was cancelled."""
+        """Records `last`, the last reply of a completed call. A call that is left without one was cancelled."""
         self._finish_reason = _FINISH_REASONS.get(last.finish_reason, "unknown")
 
     def __enter__(self) -> CallSpan:

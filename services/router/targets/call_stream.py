@@ -27,7 +27,7 @@ _WOKEN_AT_ONCE = 16  # calls per turn; then the event loop does its other work f
 
 
 class Call:
-    """One sequence. At most one reply waits to be taken: later ones are merged into it."""
+    """One sequence's call. At most one reply waits to be taken: later ones are merged into it."""
 
     def __init__(self, cancel: Callable[[], None]) -> None:
         self.has_ended = False  # the last reply was taken, or the error raised
@@ -37,7 +37,7 @@ class Call:
         self._arrival: asyncio.Future[None] | None = None
 
     def put(self, reply: CallReply) -> bool:
-        """Keeps `reply` for `take`. Returns whether none was waiting: then the caller has to `wake`, now or soon."""
+        """Keeps `reply` for `take`. Returns True if none was waiting: the caller must then `wake`, now or soon."""
         if self._waiting is not None:
             self._waiting.merge(reply)
             return False
@@ -50,7 +50,7 @@ class Call:
             self._arrival.set_result(None)
 
     async def take(self) -> CallReply:
-        """Waits for replies since the last call. Raises the OutriderError that the call ended with."""
+        """Waits for replies since the last call. Raises the OutriderError that ended the call."""
         if self._waiting is None:
             self._arrival = self._loop.create_future()
             await self._arrival
@@ -75,11 +75,11 @@ class _OtherWorkerError(Exception):
 
 
 class CallStream:
-    """One gRPC stream to a target. Whatever ends it ends every call on it; the next call needs a new one.
+    """One gRPC stream to a target. Its end ends every call on it; the next call needs a new one.
 
-    The reader never waits for a call, so that a client that reads slowly holds up nobody else. Calls are woken a few at
-    a time: a message that comes before all have had their turn is merged into those that wait, so that a router with
-    too much to do writes fewer and longer chunks instead of ever later ones.
+    The reader never waits for a call, so that a client that reads slowly delays no other. Calls are woken a few at
+    a time. A message that comes before all have had their turn is merged into those that wait, so that an overloaded
+    router writes fewer and longer chunks instead of ever later ones.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class CallStream:
         return call
 
     def fail(self, error: OutriderError) -> None:
-        """Ends every call with `error`, and the stream: the worker frees their sequences."""
+        """Ends every call with `error`, and the stream. The worker then frees their sequences."""
         if self.has_ended:
             return
         self.has_ended = True
@@ -128,7 +128,7 @@ class CallStream:
         self._deliver({number: CallReply(error=copy.copy(error)) for number in self._calls})
 
     async def close(self) -> None:
-        """To be called when no caller waits for a reply any more."""
+        """Closes the stream. Must be called only when no caller waits for a reply any more."""
         self._stream.cancel()
         self._reader.cancel()
         self._writer.cancel()
@@ -148,7 +148,7 @@ class CallStream:
                 await self._stream.write(await self._next_commands())
 
     async def _next_commands(self) -> target_pb2.GenerateCommands:
-        """All that are waiting, as one message; or some of them, where they are large."""
+        """Returns all waiting commands as one message; only some of them if they are large."""
         while not (self._unsent or self._cancelled):
             self._has_commands.clear()
             await self._has_commands.wait()

@@ -1,4 +1,4 @@
-"""The request for one choice, as it goes to any target."""
+"""The request for one choice, independent of the target."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ChoiceRequest:
 
     @property
     def num_tokens(self) -> int:
-        """The longest sequence that a target has to hold for it."""
+        """Length of the longest sequence that a target has to hold for the choice."""
         return len(self.prompt_token_ids) + len(self.template.constraints.allowed_token_ids)
 
     @property
@@ -34,7 +34,7 @@ class ChoiceRequest:
         return not self.template.HasField("num_speculative_tokens") or self.template.num_speculative_tokens > 0
 
     def to_wire(self, token_ids: Sequence[int] = ()) -> target_pb2.GenerateRequest:
-        """The message to a target, where `token_ids` have been generated on another."""
+        """Returns the message to a target; `token_ids` were generated on another."""
         message = target_pb2.GenerateRequest(
             prompt_token_ids=self.prompt_token_ids,
             max_tokens=self.max_tokens,

@@ -35,7 +35,7 @@ class CallObserver(Protocol):
     """The HTTP request's; each call on a worker has a span below it."""
 
     def moved(self, reason: str) -> None:
-        """Another worker continues; `reason`: what happened to the one before."""
+        """Records that another worker continues. `reason`: what happened to the previous one."""
 
 
 async def run_anywhere(

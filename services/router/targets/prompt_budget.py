@@ -28,8 +28,10 @@ class PromptBudget:
         self._num_tokens = 0
 
     def take(self, scope: Mapping[str, Any], num_tokens: int, param: str) -> None:
-        """Counts the prompts of the request of `scope`, whose field `param` has them, until `GivesBack` gives them
-        back. Raises InvalidRequestError where they never fit and OverloadedError where they do not fit now."""
+        """Counts the prompts of the request of `scope` until `GivesBack` releases them. `param`: their field.
+
+        Raises InvalidRequestError if they never fit, and OverloadedError if they do not fit now.
+        """
         if num_tokens > self._limit:
             raise InvalidRequestError(
                 f"{param} has {num_tokens} tokens in all, and this router accepts {self._limit} at once", param=param
@@ -97,7 +99,7 @@ class StartWindow:
             raise
 
     def leave(self, num_tokens: int) -> None:
-        """Gives back the place of a choice of `num_tokens`, and lets the next ones begin."""
+        """Releases the place of a choice of `num_tokens`, and lets the next ones begin."""
         self._num_tokens -= num_tokens
         while self._queue:
             wanted, turn = self._queue[0]
@@ -121,7 +123,7 @@ class StartPlace:
         self._is_left = False
 
     def begin(self) -> None:
-        """The choice has its first token."""
+        """Records that the choice has its first token."""
         self._window.has_begun = True
         self.leave()
 

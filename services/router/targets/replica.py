@@ -82,12 +82,12 @@ class ReplicaLostError(UnavailableError):
 
     lost: its stream broke, it was restarted, or it is silent although it is connected;
     draining: it refused or gave up the call, or ended the stream in good order, as it is about to end;
-    stuck: it says that its engine makes no step;
-    unloaded: it refused the call, as it does not hold the adapter that it is for any more.
+    stuck: it reports that its engine makes no step;
+    unloaded: it refused the call, because it no longer holds the call's adapter.
     """
 
     def __init__(self, reason: LossReason, *, was_reached: bool = True) -> None:
-        """`was_reached`: the call may have got there."""
+        """`was_reached`: the call may have arrived at the replica."""
         super().__init__(_TOLD_OF_LOSS[reason])
         self.reason = reason
         self.was_reached = was_reached
@@ -97,7 +97,7 @@ class ReplicaLostError(UnavailableError):
 
 
 class Replica:
-    """One target worker as the router sees it. Make it inside a running event loop."""
+    """One target worker. Must be created inside a running event loop."""
 
     def __init__(
         self,
@@ -136,30 +136,33 @@ class Replica:
         self._is_closed = False
 
     def has(self, adapter: AdapterRef | None) -> bool:
-        """Returns whether it can answer with `adapter`; None: with the base model."""
+        """Returns True if the replica can answer with `adapter`; None: with the base model."""
         return adapter is None or (self.adapters or {}).get(adapter.name) == adapter.fingerprint
 
     def forget(self, adapter: AdapterRef) -> None:
-        """It reports that it lacks `adapter`; this holds until the next poll."""
+        """Records that the replica lacks `adapter`, until the next poll."""
         if self.adapters is not None and self.has(adapter):
             del self.adapters[adapter.name]
 
     async def load_adapter(self, name: str, path: str, *, replace: bool) -> str:
-        """Has it load one from `path` on its disk; returns the fingerprint. Raises OutriderError."""
+        """Makes the replica load an adapter from `path` on its disk. Returns the fingerprint. Raises OutriderError."""
         asked = target_pb2.LoadAdapterRequest(name=name, path=path, replace=replace)
         with self._admin_errors():
             reply: target_pb2.LoadAdapterReply = await self._stub.LoadAdapter(asked, timeout=_ADAPTER_TIMEOUT_S)
         return reply.fingerprint
 
     async def unload_adapter(self, name: str) -> int:
-        """Has it unload one; returns how many requests end with it still. Raises OutriderError."""
+        """Makes the replica unload an adapter. Returns the number of requests that still run with it.
+
+        Raises OutriderError.
+        """
         asked = target_pb2.UnloadAdapterRequest(name=name)
         with self._admin_errors():
             reply: target_pb2.UnloadAdapterReply = await self._stub.UnloadAdapter(asked, timeout=_ADAPTER_TIMEOUT_S)
         return reply.num_running
 
     async def observe(self, request: target_pb2.ObserveRequest) -> target_pb2.Observation | None:
-        """Returns its current work; None if it does not answer, or its version has no such call."""
+        """Returns the replica's current work; None if it does not answer, or its version has no such call."""
         try:
             observation: target_pb2.Observation = await self._stub.Observe(request, timeout=POLL_TIMEOUT_S)
         except grpc.aio.AioRpcError:
@@ -177,7 +180,7 @@ class Replica:
 
     @property
     def load(self) -> int:
-        """Number of sequences there now: ours, and the others that it reported."""
+        """Number of sequences at the replica: ours, and the others that it reported."""
         return self.num_in_flight + self._num_others
 
     @property
@@ -186,7 +189,7 @@ class Replica:
         return self._num_silent_polls > 0
 
     async def poll(self) -> None:
-        """Asks for the description and decides from it whether requests may be sent here, and whether to give it up."""
+        """Asks for the description. Decides whether requests may be sent to the replica, and whether it is lost."""
         number = next(self._polls)
         await self._follow_certificates()
         failure: grpc.aio.AioRpcError | None = None
@@ -218,7 +221,7 @@ class Replica:
             logger.warning("target %s has never answered: check that it is at this address", self.address)
 
     async def _follow_certificates(self) -> None:
-        """New calls use a new channel when none run on the old one: a working connection is kept."""
+        """Switches new calls to a new channel if none run on the old one: a working connection is kept."""
         version = self._dialer.version
         if version == self._dialer_version or self.status != "down" or self.num_in_flight:
             return
@@ -261,7 +264,7 @@ class Replica:
             call.cancel()
 
     async def wait_idle(self) -> None:
-        """Waits until we have no call there."""
+        """Waits until no call of ours runs on the replica."""
         await self._is_idle.wait()
 
     async def close(self) -> None:
@@ -308,7 +311,7 @@ class Replica:
             self._become("up", None)
 
     def _give_up(self, reason: LossReason) -> None:
-        """Ends all calls that run here, and frees their sequences if the worker is still connected."""
+        """Ends all calls on the replica, and frees their sequences if the worker is still connected."""
         if self._calls is not None and not self._calls.has_ended:
             logger.warning("target %s: its %d calls are abandoned: %s", self.address, self.num_in_flight, reason)
             self._calls.fail(ReplicaLostError(reason))

@@ -59,7 +59,10 @@ class ReplicaPool:
         allow_different: bool = False,
         dialer: Dialer = PLAIN,
     ) -> None:
-        """`allow_different`: replicas whose answers may differ are used together; `dialer`: makes their channels."""
+        """`allow_different`: uses replicas together although their answers may differ.
+
+        `dialer`: makes their channels.
+        """
         self.replicas: tuple[Replica, ...] = ()
         self._endpoints = endpoints
         self._tokenizer_fingerprint = tokenizer_fingerprint
@@ -101,7 +104,7 @@ class ReplicaPool:
         return self._retry_after.retry_after
 
     def limits(self) -> Limits:
-        """Raises UnavailableError when no replica can answer."""
+        """Returns the limits. Raises UnavailableError if no replica can answer."""
         descriptions = [replica.description for replica in self.usable if replica.description is not None]
         if not descriptions:
             raise self.nobody()
@@ -115,7 +118,10 @@ class ReplicaPool:
         )
 
     def adapters(self) -> dict[str, AdapterRef]:
-        """Those that can be answered with now. Where replicas hold others of one name, the one that most of them do."""
+        """Returns the adapters that are usable now.
+
+        If replicas hold different ones of one name, the most common one is used.
+        """
         held = Counter(AdapterRef(*item) for replica in self.usable for item in (replica.adapters or {}).items())
         return {adapter.name: adapter for adapter, _ in sorted(held.items(), key=lambda item: (item[1], item[0]))}
 
@@ -130,10 +136,10 @@ class ReplicaPool:
         adapter: AdapterRef | None = None,
         conversation: ConversationKey | None = None,
     ) -> Replica:
-        """The least loaded replica that has `adapter`, a silent one only where all are; with `like`, of those with
-        these traits, which answer alike. `conversation` decides between those with about the least load.
+        """Returns the least loaded replica that has `adapter`, a silent one only if all are. Raises UnavailableError.
 
-        Where different targets are allowed and none like it is usable, any. Raises UnavailableError.
+        With `like` it must have these traits, which answer alike; if different targets are allowed and none like it is
+        usable, any replica. `conversation` decides between those with about the least load.
         """
         replica = self.find(like, adapter, conversation)
         if replica is None:
@@ -208,7 +214,7 @@ class ReplicaPool:
             logger.exception("the targets' addresses are no longer followed")
 
     def _update(self, addresses: Sequence[str]) -> list[Replica]:
-        """Makes `replicas` those at `addresses`; returns the new ones."""
+        """Replaces `replicas` by those at `addresses`. Returns the new ones."""
         present = {replica.address: replica for replica in self.replicas}
         added = {
             address: Replica(address, self._tokenizer_fingerprint, self._object_to, self._notify, self._dialer)

@@ -37,7 +37,7 @@ class Reference:
 
 
 def difference(traits: Traits, reference: Traits) -> str:
-    """In words, each trait in which they differ with both values."""
+    """Returns each differing trait with both values, in words."""
     if not traits:
         return "it does not report what its answers depend on, unlike the pool: its version is older"
     own, others = dict(traits), dict(reference)
