@@ -1,4 +1,4 @@
-"""Checks of the models that need nothing to be started."""
+"""Checks of the models that need no running program."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cluster.tokenization import Tokenizer
 
 
 def check_models(config: Config) -> None:
-    """Raises ConfigurationError when a model is missing or unsupported, or the pair cannot work."""
+    """Raises ConfigurationError if a model is missing or unsupported, or the pair cannot work."""
     target = _fingerprint(config.target.model, is_ours=config.target.engine != "vllm")
     if config.draft.replicas == 0 and not config.drafts_in_process:
         return

@@ -1,4 +1,4 @@
-"""One program that the launcher runs, and starts again when it dies."""
+"""A program that the launcher runs, and restarts if it dies."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Child:
     ) -> None:
         """`prefix`: a command that runs another in its place, such as `ip netns exec NAME`.
 
-        `environment` is added to the launcher's. What it writes goes where the launcher's goes, or, when it `is_heard`,
-        to `lines`.
+        `environment` is added to the launcher's. The output goes where the launcher's goes or, if `is_heard`, to
+        `lines`.
         """
         self.name = name
         self._environment = environment or {}
@@ -110,7 +110,7 @@ class Child:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs."""
+        """Exit code; None while the program runs."""
         assert self._process is not None, f"{self.name} was not started"
         return self._process.poll()
 
@@ -118,7 +118,7 @@ class Child:
         return self._process is None or self._process.poll() is not None
 
     def kill(self) -> None:
-        """Kills it and the processes that it started: vLLM computes in a child of the process that serves."""
+        """Kills the program and the processes that it started: vLLM computes in a child of the serving process."""
         if self._process is not None:
             if self._process.poll() is None:
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -131,9 +131,9 @@ def end_all(
     is_hurried: Callable[[], bool] = lambda: False,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> None:
-    """Asks `children` to end and waits for that, `seconds` at most; then, or when `is_hurried`, ends them.
+    """Asks `children` to end and waits for at most `seconds`; then, or if `is_hurried`, kills them.
 
-    Calls `meanwhile` again and again.
+    Calls `meanwhile` repeatedly.
     """
     for child in children:
         child.terminate()
@@ -151,5 +151,5 @@ def end_all(
 
 
 def _end_with_parent() -> None:
-    """Asks the kernel to end this process, at once, when the thread that started it ends."""
+    """Asks the kernel to end this process at once when the thread that started it ends."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

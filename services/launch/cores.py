@@ -1,4 +1,4 @@
-"""How a small host's cores are divided among the workers."""
+"""Divides a small host's cores among the workers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _AMPLE_CORES_PER_WORKER = 8
 
 @dataclass(frozen=True, slots=True)
 class CoreShares:
-    """The cores of each target and each draft worker; None leaves a worker unpinned."""
+    """Cores of each target and each draft worker; None leaves a worker unpinned."""
 
     targets: tuple[tuple[int, ...] | None, ...]
     drafts: tuple[tuple[int, ...] | None, ...]
 
     @property
     def drafts_share(self) -> bool:
-        """Returns whether drafts compute on cores of a target."""
+        """True if drafts compute on cores of a target."""
         of_targets = {cpu for cpus in self.targets for cpu in cpus or ()}
         return any(of_targets.intersection(cpus or ()) for cpus in self.drafts)
 
@@ -28,9 +28,9 @@ def divide_cores(
 ) -> CoreShares:
     """Targets get all cores in equal shares; a draft worker gets the last core, shared with a target.
 
-    A draft worker that has filled its window sleeps, and while it drafts the target mostly waits for it: a core of
-    its own would stand idle for most of a round, and the target's verify step would be the slower for it. With
-    `drafts_beside_targets` every target has as many drafts of its own, which share its last core.
+    A draft worker that has filled its window sleeps, and while it drafts the target mostly waits for it. A core of
+    its own would be idle for most of a round, and the target's verify step would be slower. With
+    `drafts_beside_targets` every target has the same number of its own drafts, which share its last core.
     """
     if len(cpus) >= _AMPLE_CORES_PER_WORKER * (num_targets + num_drafts):
         return CoreShares((None,) * num_targets, (None,) * num_drafts)

@@ -2,9 +2,9 @@
 
     python -m services.launch.delay_proxy --listen 127.0.0.1:7001 --to 127.0.0.1:7000 --round-trip-ms 10 --loss 0.01
 
-Every chunk that is read leaves half the round trip later, in its direction's order. TCP never loses data, it sends them
-again: a chunk is "lost" with the set probability, which holds it and all that follow it in its direction back by 200 ms
-more, the shortest retransmission timeout of Linux. Chunks are what one read returned, so that a message is mostly one.
+Every chunk is sent half the round trip later, in order. TCP never loses data but sends it again: a chunk is "lost" with
+the set probability, which delays it and all later ones in its direction by 200 ms more, the shortest retransmission
+timeout of Linux. Chunks are the results of single reads, so that a message is usually one chunk.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MAX_CHUNKS = 4096  # in flight in one direction; a sender of more has to wait, 
 
 @dataclass(slots=True)
 class DelayProxy:
-    """Connections to it are connections to `host`:`port`, delayed. Belongs to one event loop."""
+    """Forwards its connections to `host`:`port`, delayed. Belongs to one event loop."""
 
     host: str
     port: int
@@ -41,12 +41,12 @@ class DelayProxy:
         self._random = random.Random(self.seed)
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> int:
-        """Listens; returns the port."""
+        """Starts to listen. Returns the port."""
         self._server = await asyncio.start_server(self._accept, host, port)
         return int(self._server.sockets[0].getsockname()[1])
 
     async def stop(self) -> None:
-        """Ends the listening and all connections."""
+        """Stops listening and ends all connections."""
         assert self._server is not None
         self._server.close()
         for connection in self._connections:
@@ -73,7 +73,7 @@ class DelayProxy:
                 open_writer.close()
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Reads chunks and gives each its time to leave, while another task writes those whose time has come."""
+        """Reads chunks and sets their times to leave; another task writes those that are due."""
         on_the_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_MAX_CHUNKS)
         sender = asyncio.create_task(_deliver(on_the_way, writer))
         loop, leaves_at = asyncio.get_running_loop(), 0.0
@@ -92,7 +92,7 @@ class DelayProxy:
 
 
 async def _deliver(on_the_way: asyncio.Queue[tuple[float, bytes]], writer: asyncio.StreamWriter) -> None:
-    """Ends with the empty chunk, which means that the sender has closed."""
+    """Writes the chunks when they are due. Ends at the empty chunk, which means that the sender has closed."""
     loop = asyncio.get_running_loop()
     while True:
         leaves_at, chunk = await on_the_way.get()

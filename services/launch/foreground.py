@@ -43,7 +43,7 @@ def read_health(url: str, key: str | None = None, certificate_file: str | None =
 
 
 def get(url: str, seconds: float, key: str | None, certificate_file: str | None) -> Any:
-    """Returns a router's answer, past any proxy. Raises OSError; URLError is one."""
+    """Returns a router's answer, without proxy. Raises OSError, or its subclass URLError."""
     context = pinned_context(certificate_file)
     opener = urllib.request.build_opener(
         urllib.request.ProxyHandler({}),
@@ -61,8 +61,10 @@ def announce(
     *,
     opens_page: bool = False,
 ) -> None:
-    """Prints that the routers at `urls` answer, `seconds` after the launcher's start, and where page and metrics are.
-    `opens_page`: in a browser too, if there is one."""
+    """Prints that the routers at `urls` answer, and the addresses of page and metrics.
+
+    `seconds`: time since the launcher's start. `opens_page`: opens the page in a browser, if there is one.
+    """
     if config.target.engine == "simulated":
         print("\nTarget and draft are simulated: the generated text has no meaning.", flush=True)
     key = " \\\n    -H 'Authorization: Bearer KEY'" if config.router.api_keys_file else ""

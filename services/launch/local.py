@@ -45,7 +45,7 @@ _END_SECONDS = 5.0  # in addition to the time that a program may drain
 
 
 class WorkerProcess(Child):
-    """A target or draft worker of the cluster, with the address and the cores that are set aside for it."""
+    """A target or draft worker of the cluster, with its assigned address and cores."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class WorkerProcess(Child):
         *settings: str,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`settings`: those that the file does not have."""
+        """`settings`: those that are not in the file."""
         worker = config.target if pool == "target" else config.draft
         metrics_port: int | None = None
         self.metrics_url: str | None = None  # None: no page
@@ -98,7 +98,7 @@ class LocalCluster:
             cluster.wait_ready(timeout=60)
             ... cluster.url ...
 
-    Raises ConfigurationError when the router's port is taken, the models cannot work, or a program cannot start.
+    Raises ConfigurationError if the router's port is taken, the models cannot work, or a program cannot start.
     """
 
     def __init__(self, config: Config, environments: Mapping[str, Mapping[str, str]] | None = None) -> None:
@@ -140,7 +140,7 @@ class LocalCluster:
 
     @property
     def metrics_urls(self) -> dict[str, str]:
-        """The metrics pages, by the program."""
+        """Metrics pages by program."""
         workers = {worker.name: worker.metrics_url for worker in (*self.targets, *self.drafts)}
         pages = {name: url for name, url in workers.items() if url is not None}
         return {"router": f"{self.url}/metrics", **pages}
@@ -154,7 +154,7 @@ class LocalCluster:
             child.start()
 
     def watch(self) -> None:
-        """Starts programs that died again. Raises ConfigurationError when one never can."""
+        """Restarts programs that died. Raises ConfigurationError if one can never start."""
         for child in self._children:
             child.watch()
 
@@ -163,7 +163,7 @@ class LocalCluster:
         return read_health(self.url, self._key, self.config.router.tls_certificate_file)
 
     def is_ready(self) -> bool:
-        """Returns whether every program runs, every target answers and all of its links are up."""
+        """Returns True if every program runs, every target answers and all of its links are up."""
         if any(child.has_ended() for child in self._children):
             return False  # the router may not have noticed it yet
         health = self.health()
@@ -176,7 +176,7 @@ class LocalCluster:
         )
 
     def wait_ready(self, timeout: float = READY_SECONDS) -> None:
-        """Raises UnavailableError when the cluster is not ready after `timeout` seconds."""
+        """Raises UnavailableError if the cluster is not ready after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while not self.is_ready():
             self.watch()
@@ -185,15 +185,15 @@ class LocalCluster:
             time.sleep(_POLL_SECONDS)
 
     def stop(self, is_hurried: Callable[[], bool] = lambda: False) -> None:
-        """Lets requests that run finish, each program within its time; ends all at once when `is_hurried`.
+        """Lets running requests finish, each program within its time; kills all at once if `is_hurried`.
 
-        The router goes first, then the targets, which nobody calls any more, then the drafts.
+        The router ends first, then the targets, which get no more calls, then the drafts.
         """
         router, target, draft = self.config.router, self.config.target, self.config.draft
         workers = [*self.proxies, *self.drafts]
 
         def watch_workers() -> None:
-            """Restarts workers that die while others drain; one that cannot start again does not stop the end."""
+            """Restarts workers that die while others drain; one that cannot start again does not stop the shutdown."""
             for worker in (*self.targets, *workers):
                 with contextlib.suppress(ConfigurationError):
                     worker.watch()
@@ -214,7 +214,7 @@ class LocalCluster:
 
 
 def serve(config: Config, opens_page: bool = False) -> int:
-    """Runs a cluster until SIGINT or SIGTERM, then lets it drain, until the second; returns the exit code."""
+    """Runs a cluster until SIGINT or SIGTERM, then drains it until a second signal. Returns the exit code."""
     signals = StopSignals()
     started_at = time.monotonic()
     is_announced = False
@@ -235,7 +235,7 @@ def serve(config: Config, opens_page: bool = False) -> int:
 
 
 def _local_url(scheme: str, host: str, port: int) -> str:
-    """Where this machine reaches a server that listens at `host`, which may stand for all of its addresses."""
+    """Returns the URL of a server of this machine that listens at `host`, which may stand for all its addresses."""
     reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"{scheme}://[{reached}]:{port}" if ":" in reached else f"{scheme}://{reached}:{port}"
 
@@ -269,7 +269,7 @@ def _drafts_share_cores(config: Config) -> bool:
 
 
 def _resolve(config: Config) -> Config:
-    """`config` with everything decided that the launcher decides: addresses, ports, no draft for k = 0, run-ahead."""
+    """Returns `config` with all of the launcher's decisions: addresses, ports, no draft for k = 0, run-ahead."""
     if not config.has_draft_workers:
         config = config.model_copy(update={"draft": config.draft.model_copy(update={"replicas": 0})})
     elif config.has_sidecars:
@@ -286,7 +286,7 @@ def _resolve(config: Config) -> Config:
     port = _router_port(config)
 
     def placed(ports: list[int]) -> dict[str, object]:
-        """The workers' places; those that the configuration gives are for programs that are started one by one."""
+        """Returns the workers' addresses. Those in the configuration are for programs that are started separately."""
         addresses = tuple(f"127.0.0.1:{port}" for port in ports)
         return {"addresses": addresses, "listen": None, "advertise": None, "health_listen": None}
 
@@ -300,7 +300,7 @@ def _resolve(config: Config) -> Config:
 
 
 def _proxies(config: Config) -> list[Proxy]:
-    """One for each draft worker, if the simulation has a network."""
+    """Returns a proxy for each draft worker, if the simulation has a network."""
     drafts = config.draft.addresses
     if not config.simulation.needs_proxy:
         return []
@@ -309,7 +309,7 @@ def _proxies(config: Config) -> list[Proxy]:
 
 
 def _router_port(config: Config) -> int:
-    """The router's port, known to be free; port 0 becomes one that is. Raises ConfigurationError."""
+    """Returns the router's port, which is free; port 0 becomes any free one. Raises ConfigurationError."""
     host, port = config.router.host, config.router.port
     if port == 0:
         with contextlib.suppress(OSError):  # problems of the host are reported below
@@ -329,8 +329,9 @@ def _check_pages(config: Config) -> None:
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     """Returns free ports of `host`; repeats none in this process before all have been used.
 
-    None of those that the system gives to who calls somebody: a program listens only when it has loaded its model, and
-    until then such a port may become another connection's, or that of the very caller who tries to reach the program.
+    Avoids the ports that the system gives to outgoing connections. A program listens only after it has loaded its
+    model; until then such a port may become another connection's, even that of the caller who tries to reach the
+    program.
     """
     probes = [socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) for _ in range(count)]
     try:
@@ -343,7 +344,7 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
 
 
 def _bind_somewhere(probe: socket.socket, host: str) -> None:
-    """Raises OSError when that cannot be done."""
+    """Binds `probe` to a free port. Raises OSError if that is impossible."""
     for port in itertools.islice(_PORTS_IN_TURN, _PORT_TRIES):
         try:
             probe.bind((host, port))

@@ -66,7 +66,7 @@ def _can_have_cores_of_its_own(config: Config) -> bool:
 
 
 def why_apart(config: Config) -> str | None:
-    """Why target and draft should be processes of their own; None: one process is faster (`bench.placements`)."""
+    """Returns the reason to run target and draft in separate processes; None if one is faster (`bench.placements`)."""
     target, draft = config.target, config.draft
     if target.engine != "torch":
         return f"target.engine is {target.engine}"
@@ -86,5 +86,5 @@ def why_apart(config: Config) -> str | None:
 
 
 def _has_gpu() -> bool:
-    """Without PyTorch, which the launcher does not import."""
+    """Returns True if there is a GPU. Does not use PyTorch, which the launcher does not import."""
     return os.path.exists("/dev/nvidiactl")

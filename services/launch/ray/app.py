@@ -21,8 +21,10 @@ from services.launch.ray.router_replica import RouterReplica
 
 
 def build_app(args: Mapping[str, Any]) -> Application:
-    """The application of the configuration in `args`: sections of the tree, over those of the file `config` if there is
-    one; and single settings, `section.key: value`, over both. Raises ConfigurationError.
+    """Returns the application of the configuration in `args`. Raises ConfigurationError.
+
+    `args` has sections of the tree, which override those of the file `config` if there is one, and single settings,
+    `section.key: value`, which override both.
 
         serve run services.launch.ray.app:build_app config=configs/ray-local.yaml target.replicas=2
     """
@@ -59,8 +61,7 @@ def _deployment(replica: type[ProgramReplica], options: DeploymentOptions) -> An
 
 
 def with_whole_paths(config: Config) -> Config:
-    """With models that are folders here, and files, by their whole paths, as replicas have a working directory of their
-    own."""
+    """Returns `config` with absolute paths of model folders and files, as replicas have another working directory."""
     update: dict[str, Any] = {
         name: section.model_copy(
             update=_whole_files(section) | ({"model": _whole_path(section.model)} if hasattr(section, "model") else {})

@@ -43,7 +43,7 @@ class RayApplication:
         self._said: dict[str, str] = {}
 
     def start(self) -> None:
-        """Raises ConfigurationError when a setting cannot work, or another application has the name."""
+        """Starts the application. Raises ConfigurationError if a setting cannot work, or its name is taken."""
         build_configured_app(self.config)  # raises the errors of the configuration
         if self._status() is not None:
             raise ConfigurationError(
@@ -58,14 +58,14 @@ class RayApplication:
         self.update(self.config)
 
     def update(self, config: Config) -> None:
-        """Serve replaces replica after replica, if `config` is another than before. Raises ConfigurationError."""
+        """Applies `config` if it has changed: Serve replaces one replica after another. Raises ConfigurationError."""
         self.config = config
         app = build_configured_app(config)
         target = ray_serve.RunTarget(app, name=self.name, route_prefix="/", external_scaler_enabled=True)
         ray_serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
     def is_running(self) -> bool:
-        """Logs changes. Raises ConfigurationError if the application cannot start."""
+        """Returns True if the application runs. Logs changes. Raises ConfigurationError if it cannot start."""
         status = self._status()
         if status is None:
             return False
@@ -97,14 +97,15 @@ class RayApplication:
         return [] if view is None else [f"{self.config.router.scheme}://{member.address}" for member in view.members]
 
     def is_joined(self) -> bool:
-        """Returns whether every router can use every target, and these have all their links."""
+        """Returns True if every router can use every target, and these have all their links."""
         urls = self.urls()
         return len(urls) == self.config.ray.router.replicas and all(map(self._is_router_joined, urls))
 
     def _is_router_joined(self, url: str) -> bool:
-        """Returns whether the router can use every target.
+        """Returns True if the router can use every target.
 
-        If it asks for keys and the environment has none, one target is enough: the router's replica has seen that."""
+        If it requires keys and the environment has none, one target is enough, as the router's replica has checked.
+        """
         health = read_health(url, os.environ.get(API_KEY), self.config.router.tls_certificate_file)
         if health is None or "targets" not in health:
             return health is not None
@@ -112,7 +113,7 @@ class RayApplication:
 
     @property
     def _num_workers(self) -> tuple[int | None, int | None]:
-        """Targets, and draft workers of each; None if the number is scaled."""
+        """Number of targets, and of draft workers per target; None if the number is scaled."""
         if self.config.ray.scaling.mode == "act":
             return None, None
         num_drafts = self.config.draft.replicas if self.config.has_draft_workers else 0
@@ -144,7 +145,7 @@ class RayApplication:
 
 
 def serve(config: Config, opens_page: bool = False) -> int:
-    """Runs the application until SIGINT or SIGTERM, then lets it drain, until the second; returns the exit code."""
+    """Runs the application until SIGINT or SIGTERM, then drains it until a second signal. Returns the exit code."""
     started_at = time.monotonic()
     context = _join(config, start=True)
     signals = StopSignals()
@@ -234,6 +235,6 @@ def _has_joined(targets: list[dict[str, Any]], num_targets: int | None, num_draf
 
 
 def _last_line(message: str) -> str:
-    """Serve's messages end with a traceback, whose last line is the reason."""
+    """Returns the last line of Serve's `message`, which is the reason: the messages end with a traceback."""
     lines = message.strip().splitlines()
     return lines[-1].strip() if lines else ""

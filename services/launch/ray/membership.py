@@ -23,7 +23,7 @@ _LEAVE_SECONDS = 5.0  # afterwards the entry expires in the registry
 
 
 class Announcer:
-    """Sends the registry the result of `describe` every heartbeat, except None, until `has_ended`."""
+    """Sends the result of `describe`, unless it is None, to the registry every heartbeat until `has_ended`."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Announcer:
 
 
 class Follower:
-    """Keeps a file that lists the workers of a pool and their places, for a program that follows `file:` addresses."""
+    """Writes a file with a pool's workers and their places, for a program that follows `file:` addresses."""
 
     def __init__(self, application: str, config: Config, pool: Pool, folder: OwnedFolder) -> None:
         self._registry = RegistryClient(application, config)
@@ -86,7 +86,7 @@ class Follower:
         return path
 
     def stop(self) -> None:
-        """It stops writing; a call that waits for changes ends by itself."""
+        """Stops writing; a call that waits for changes ends by itself."""
         self._stopping.set()
 
     def _run(self) -> None:

@@ -23,7 +23,7 @@ _ENVIRONMENT = {"GRPC_ENABLE_FORK_SUPPORT": "0"}
 
 @dataclass(frozen=True, slots=True)
 class DeploymentOptions:
-    """As `serve.deployment` takes them. `name` is the pool's, or `draft-NAME` of `ray.further_drafts`."""
+    """Arguments of `serve.deployment`. `name` is the pool's, or `draft-NAME` of `ray.further_drafts`."""
 
     name: str
     num_replicas: int
@@ -46,20 +46,20 @@ class DeploymentOptions:
 
 
 def pool_of(deployment: str) -> Pool:
-    """The pool that the workers of a deployment belong to."""
+    """Returns the pool of a deployment's workers."""
     pool, _, _ = deployment.partition("-")
     assert pool in ("router", "target", "draft"), deployment
     return cast(Pool, pool)
 
 
 def config_of_deployment(config: Config, deployment: str) -> Config:
-    """As its workers have it."""
+    """Returns the configuration of a deployment's workers."""
     _, is_further, name = deployment.partition("-")
     return config.with_further_drafts(name) if is_further else config
 
 
 def deployment_options(config: Config) -> tuple[DeploymentOptions, ...]:
-    """For each deployment, the router first. Raises ConfigurationError when a setting cannot work under Ray."""
+    """Returns the options of each deployment, the router first. Raises ConfigurationError for unusable settings."""
     _refuse_what_cannot_work(config)
     ray = config.ray
     admin_port = 0 if config.router.admin_listen is None else int(config.router.admin_listen.rpartition(":")[2])
@@ -95,7 +95,7 @@ def sidecar_options(config: Config) -> dict[str, Any]:
 
 
 def replicas_within_bounds(config: Config, pool: ScaledPool, num_replicas: int) -> int:
-    """`num_replicas`, or the nearest that `ray.target` or `ray.draft` allows."""
+    """Returns `num_replicas`, or the nearest number that `ray.target` or `ray.draft` allows."""
     bounds = config.ray.target if pool == "target" else config.ray.draft
     return Bounds(bounds.min_replicas, bounds.max_replicas).limit(num_replicas)
 
@@ -131,7 +131,7 @@ def _draft_actor_options(config: Config, pool: RayPoolConfig) -> dict[str, Any]:
 
 
 def host_cpu_threads(config: Config) -> int:
-    """The compute threads of a sidecar with `draft.placement: host-cpu`: a core of its bundle for each."""
+    """Returns the compute threads of a sidecar with `draft.placement: host-cpu`: one per core of its bundle."""
     draft = config.draft
     return draft.threads or len(draft.cpus or ()) or int(config.ray.draft.num_cpus)
 

@@ -1,4 +1,4 @@
-"""Where programs on this node listen."""
+"""Listening addresses of programs on this node."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def free_address() -> str:
 
 
 def listening_at(worker: WorkerConfig, address: str) -> dict[str, Any]:
-    """The settings that make a worker program listen at `address` alone, and serve metrics where it can."""
+    """Returns the settings for a worker that listens only at `address`, and serves metrics if it can."""
     metrics_port = worker.metrics_port or 0
     if not is_free(worker.metrics_host, metrics_port):  # another of the pool is on this node
         metrics_port = 0

@@ -1,4 +1,4 @@
-"""Asks a program on this machine how it is."""
+"""Checks the state of a program on this machine."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class Facts:
 
 class Probe(Protocol):
     def problem(self) -> str | None:
-        """Why it does not serve; None: it does."""
+        """Returns the reason why the program does not serve; None if it does."""
 
     def is_joined(self) -> bool:
-        """Returns whether the program has found the others that it needs; a worker needs none."""
+        """Returns True if the program has found the others that it needs; a worker needs none."""
 
     def facts(self) -> Facts:
-        """Empty if it is not reported."""
+        """Returns the program's description of itself; empty if it reports none."""
 
 
 class WorkerProbe:
@@ -100,7 +100,7 @@ class RouterProbe:
         return self._get("/health") is None
 
     def _get(self, path: str) -> str | None:
-        """None, or why the answer is not that all is well."""
+        """Returns the problem with the answer at `path`; None if there is none."""
         try:
             with get(self._url + path, _SECONDS, None, self._certificate_file):
                 return None

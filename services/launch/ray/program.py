@@ -30,7 +30,7 @@ def python_path() -> str:
 
 
 class Program:
-    """Runs from `start` until it ends or is stopped. It is ended with this process, however that ends."""
+    """A program that runs from `start` until it ends or is stopped. It ends with this process in any case."""
 
     def __init__(self, name: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         self.name = name
@@ -57,7 +57,7 @@ class Program:
         return self._complaint
 
     def end(self) -> str | None:
-        """How it ended, in a line; None while it runs."""
+        """Returns how the program ended, in a line; None while it runs."""
         code = self._child.exit_code
         if code is None:
             return None
@@ -68,7 +68,7 @@ class Program:
         return f"the {self.name} {how}" + (f"; its last error: {self._complaint}" if self._complaint else "")
 
     def stop(self, seconds: float) -> None:
-        """Asks it to end, which it does when it has drained, and waits for that, `seconds` at most."""
+        """Asks the program to end, which it does after draining, and waits for at most `seconds`."""
         if self._has_started.is_set():
             end_all([self._child], seconds)
 

@@ -29,8 +29,10 @@ _UNUSED_SECONDS = 30.0  # idle time after which it ends: its application has end
 
 
 class RegistryActor:
-    """A `Registry` that ticks, and the autoscaler, which sees all workers there. Ray makes an actor of it; its calls
-    run in one event loop."""
+    """A `Registry` that ticks, and the autoscaler, which sees all workers there.
+
+    Ray makes an actor of it; its calls run in one event loop.
+    """
 
     def __init__(self, application: str, config: Config) -> None:
         self._registry = Registry(secrets.randbits(62), config.placement, time.monotonic())
@@ -43,7 +45,7 @@ class RegistryActor:
         self._ticking = asyncio.get_event_loop().create_task(self._tick())
 
     async def announce(self, announcement: Announcement, config: Config) -> bool:
-        """`config`: that worker's. Of all announced workers, the one that started last has the newest."""
+        """Announces a worker. `config`: the worker's; that of the worker that started last is the newest."""
         if announcement.epoch >= self._configured_by:
             self._configured_by = announcement.epoch
             self._autoscaler.configure(config)
@@ -60,11 +62,11 @@ class RegistryActor:
         return self._registry.view(pool)
 
     async def decisions(self) -> Sequence[Decision]:
-        """The autoscaler's last."""
+        """Returns the autoscaler's last decisions."""
         return self._autoscaler.decisions
 
     async def changed_view(self, pool: Pool, stamp: tuple[int, int] | None) -> View:
-        """The view as soon as it is another than the caller's, or after a while."""
+        """Returns the view as soon as it differs from the caller's, or after a while."""
         if self._registry.view(pool).stamp == stamp:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), _LONG_POLL_SECONDS)
@@ -96,7 +98,7 @@ class RegistryActor:
 
 
 class RegistryClient:
-    """Calls the registry of an application on any node. Any thread, one at a time."""
+    """Calls the registry of an application on any node. Any thread may call, one at a time."""
 
     def __init__(self, application: str, config: Config) -> None:
         self._application = application
@@ -105,7 +107,7 @@ class RegistryClient:
         self._problem: str | None = None
 
     def announce(self, announcement: Announcement) -> bool | None:
-        """None: it cannot be asked now."""
+        """Returns the registry's result; None if it does not answer now."""
         answer: bool | None = self._ask(_CALL_SECONDS, "announce", announcement, self._config)
         return answer
 
@@ -113,7 +115,7 @@ class RegistryClient:
         self._ask(_CALL_SECONDS, "withdraw", address, epoch)
 
     def changed_view(self, pool: Pool, stamp: tuple[int, int] | None) -> View | None:
-        """None: it cannot be asked now."""
+        """Returns the registry's result; None if it does not answer now."""
         answer: View | None = self._ask(_LONG_POLL_SECONDS + _CALL_SECONDS, "changed_view", pool, stamp)
         return answer
 
@@ -156,7 +158,7 @@ def _ask(application: str, method: str, *arguments: object) -> Any:
 
 
 def end_registry(application: str) -> None:
-    """Ends it, if there is one. Replicas that still announce make another."""
+    """Ends the registry, if there is one. Replicas that still announce create another."""
     with contextlib.suppress(ray.exceptions.RayError, ValueError):
         ray.kill(ray.get_actor(_name(application), namespace=_NAMESPACE), no_restart=True)
 

@@ -36,11 +36,14 @@ _CALLED: dict[Pool, Pool | None] = {"router": "target", "target": "draft", "draf
 
 
 class ProgramReplica:
-    """Ready when its program serves. Serve takes it for healthy while `check_health` does not raise, and calls
-    `__del__` when it is to end: that drains the program, of whose requests Serve knows nothing."""
+    """The actor of one program, which is ready when the program serves.
+
+    Serve considers it healthy while `check_health` does not raise, and calls `__del__` to end it. That drains the
+    program, whose requests Serve does not see.
+    """
 
     async def __init__(self, deployment: str, tree: dict[str, Any], *_: object) -> None:  # type: ignore[misc]  # Serve awaits it
-        """`tree`: the configuration. What follows are handles of other deployments, which make this depend on them."""
+        """`tree`: the configuration. Further arguments are handles of other deployments, on which this one depends."""
         self._shared_config = Config.model_validate(tree)
         self._config = config_of_deployment(self._shared_config, deployment)
         self._pool = pool_of(deployment)
@@ -92,7 +95,7 @@ class ProgramReplica:
         await self._become_known()
 
     async def _become_known(self) -> None:
-        """A rolling update ends the next replica when this one is ready: callers must have its address by then."""
+        """Waits until callers have this replica's address, because a rolling update ends the next replica then."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_KNOWN_SECONDS):
                 while not await asyncio.to_thread(self._probe.is_joined):  # noqa: ASYNC110  # another process
@@ -139,7 +142,7 @@ class ProgramReplica:
         )
 
     async def _choose_address(self) -> tuple[str, dict[str, Any]]:
-        """Where others reach the program, and the settings that make it listen there."""
+        """Returns the address for other programs, and the settings that make the program listen there."""
         if self._pool != "router":
             address = free_address()
             worker = self._config.target if self._pool == "target" else self._config.draft
@@ -153,7 +156,7 @@ class ProgramReplica:
         return address, {"port": port}
 
     async def _wait_for_port(self, host: str, port: int, address: str) -> None:
-        """While the router that this one replaces still has it."""
+        """Waits while the replaced router still has the port."""
         application = serve.get_replica_context().app_name
         deadline = time.monotonic() + _PORT_SECONDS
         while not is_free(host, port):

@@ -29,7 +29,7 @@ class RouterReplica(ProgramReplica):
     _session: aiohttp.ClientSession | None = None
 
     async def __call__(self, request: Request) -> Response:
-        """Forwards a request, and streams its answer. A client that leaves is reported to the router."""
+        """Forwards a request and streams its answer. If the client disconnects, the router is notified."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 timeout=aiohttp.ClientTimeout(total=None),

@@ -1,4 +1,4 @@
-"""How many workers there are, changed while all runs."""
+"""Changes the number of workers at run time."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _POOL = ("application", "pool")
 
 
 def scale(config: Config, pool: ScaledPool, num_replicas: int) -> int:
-    """Makes it as many, within `min_replicas` and `max_replicas` of `ray.target` or `ray.draft`; returns how many.
+    """Sets the number of workers, within `min_replicas` and `max_replicas` of the pool. Returns the number.
 
-    As Serve's own scaling API does (`POST /api/v1/applications/NAME/deployments/POOL/scale`), without its dashboard.
-    The application must have been deployed with `external_scaler_enabled`, as the launcher does.
+    Does the same as Serve's scaling API (`POST /api/v1/applications/NAME/deployments/POOL/scale`), without its
+    dashboard. The application must have been deployed with `external_scaler_enabled`, as the launcher does.
     """
     wanted = replicas_within_bounds(config, pool, num_replicas)
     ray.get(_told(config.ray.application, pool, wanted))
@@ -59,7 +59,7 @@ class Autoscaler:
             self.decisions = ()
 
     async def look(self, targets: Sequence[Announcement], drafts: Sequence[Announcement], now: float) -> None:
-        """Decides, when it is time to."""
+        """Decides, if a decision is due."""
         if self._scaler is None or self._config is None or now < self._decide_at:
             return
         scaling = self._config.ray.scaling
@@ -97,13 +97,13 @@ class Autoscaler:
 
 
 def sentence(decision: Decision) -> str:
-    """For a log."""
+    """Returns `decision` as a sentence for the log."""
     change = "stays" if decision.settled == decision.current else f"should be {decision.settled}"
     return f"scaling: {decision.pool} {decision.current}, {change}: {decision.reason}"
 
 
 def _told(application: str, pool: ScaledPool, num_replicas: int) -> Any:
-    """Serve's controller is; the answer to wait for."""
+    """Sends the number to Serve's controller. Returns the answer to wait for."""
     controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
     deployment = DeploymentID(name=pool, app_name=application)
     return controller.update_deployment_replicas.remote(deployment, num_replicas)

@@ -1,4 +1,4 @@
-"""Draft workers of one target, on its host and for it alone: in the further bundles of its placement group."""
+"""Draft workers of one target, only for it and on its host: in the further bundles of its placement group."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LONG_SECONDS = 60.0  # a program that ran this long did not fail at its start
 
 
 class SidecarActor:
-    """Keeps a draft program running. Ray makes an actor of it, and another, at the same address, when it is lost."""
+    """Keeps a draft program running. Ray makes an actor of it; a lost one is replaced at the same address."""
 
     def __init__(self, tree: dict[str, Any], address: str) -> None:
         self._config = Config.model_validate(tree)
@@ -38,7 +38,7 @@ class SidecarActor:
         self._thread.start()
 
     def stop(self) -> None:
-        """Returns when the program has drained."""
+        """Stops the program. Returns when it has drained."""
         self._stopping.set()
         self._thread.join()
         self._folder.remove()
@@ -60,7 +60,7 @@ class SidecarActor:
             self._stopping.wait(pause)
 
     def _write(self) -> Path:
-        """The configuration, with ports that are free now."""
+        """Writes the configuration, with ports that are free now. Returns its path."""
         settings = listening_at(self._config.draft, self._address)
         if self._config.drafts_on_host_cpu:
             # Ray does not pin processes, and the default is a thread per core of the node.
