@@ -1,4 +1,4 @@
-"""The common parts of the gRPC worker programs: cores and threads, the server, its errors and its end."""
+"""Common parts of the gRPC worker programs: cores and threads, the server, its errors and its shutdown."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _LAST_WORDS_SECONDS = 1.0  # time for streams to write their last messages
 
 
 def prepare_process(config: WorkerConfig) -> None:
-    """Pins the process to its cores, sets its compute threads, and keeps threads from waiting for each other."""
+    """Pins the process to its cores, sets its compute threads, and shortens the thread switch interval."""
     if config.cpus is not None:
         try:
             os.sched_setaffinity(0, config.cpus)
@@ -77,7 +77,7 @@ def check_before_loading(config: Config, pool: str) -> None:
 
 
 def loading_progress(model: str) -> Progress:
-    """Logs how far `model` is loaded, at most once a second."""
+    """Returns a function that logs the progress of loading `model`, at most once a second."""
     logged_at = time.monotonic()
 
     def progress(done: int, total: int) -> None:
@@ -90,7 +90,7 @@ def loading_progress(model: str) -> Progress:
 
 
 def log_kv_cache(num_blocks: int, block_size: int, max_num_seqs: int, num_slots: int) -> None:
-    """Logs the size of the KV cache, and how much of it `num_slots` speculative slots for each sequence may take."""
+    """Logs the size of the KV cache, and the share that `num_slots` speculative slots per sequence may take."""
     logger.info(
         "KV cache: %d blocks of %d tokens, %d of them for the %d speculative slots of each of %d sequences",
         num_blocks,
@@ -109,8 +109,8 @@ def serve_readings(
 ) -> str:
     """Serves a metrics page with the readings of `read` to callers that `listener` accepts, if `worker` has a port.
 
-    `model_name`: what clients call the model, the label of metrics that have vLLM's names.
-    Returns its URL; "" where there is none.
+    `model_name`: the clients' name of the model, a label of the metrics that have vLLM's names. Returns the page's URL,
+    or "" without one.
     """
     if worker.metrics_port is None:
         return ""
@@ -124,7 +124,7 @@ def serve_readings(
 
 
 def describe_machine(metrics_url: str = "") -> types_pb2.Machine:
-    """Where this process runs, as of now."""
+    """Returns the current description of this process's machine."""
     instructions = (instruction_set(torch.bfloat16), best_instruction_set()) if has_kernels() else ()
     own, best = (choice.name.lower() for choice in instructions) if instructions else ("", "")
     return types_pb2.Machine(
@@ -140,13 +140,13 @@ def describe_machine(metrics_url: str = "") -> types_pb2.Machine:
 
 
 def new_epoch() -> int:
-    """A number that differs after every restart."""
+    """Returns a number that differs after every restart."""
     return secrets.randbits(64)
 
 
 @asynccontextmanager
 async def errors_as_status(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
-    """Ends the call with the status of an OutriderError; a message that is none is INVALID_ARGUMENT."""
+    """Ends the call with the status of an OutriderError; a message that cannot be parsed is INVALID_ARGUMENT."""
     try:
         yield
     except DecodeError as error:
@@ -160,14 +160,14 @@ class Worker(Protocol):
 
     @property
     def error(self) -> BaseException | None:
-        """Why its loop ended, when it did."""
+        """The error that ended the service's loop, if any."""
 
     @property
     def is_stuck(self) -> bool:
-        """True if its loop has work and makes no step."""
+        """True if the loop has work and makes no step."""
 
     async def drain(self, seconds: float) -> None:
-        """Accepts no new work. Returns when the running work has ended or been given up, after at most `seconds`."""
+        """Accepts no new work. Returns after the running work has ended or been given up, within `seconds`."""
 
 
 async def serve(
@@ -179,9 +179,8 @@ async def serve(
 ) -> int:
     """Serves `service` with `config` until SIGTERM or SIGINT (returns 0) or until `worker` fails (returns 1).
 
-    It then drains, for the `drain_seconds` of `config` at most; a second signal ends that at once.
-
-    Raises ConfigurationError when an address cannot be listened at.
+    Then drains for at most `drain_seconds` of `config`; a second signal ends that at once. Raises ConfigurationError if
+    the program cannot listen at an address.
     """
     keep_collections_short()
     address = config.listen_address
@@ -220,7 +219,7 @@ async def serve(
 
 
 def _open_port(listener: Listener, server: grpc.aio.Server, address: str) -> None:
-    """Raises ConfigurationError."""
+    """Opens the port. Raises ConfigurationError."""
     try:
         listener.open_port(server, address)
     except RuntimeError as error:
@@ -229,7 +228,7 @@ def _open_port(listener: Listener, server: grpc.aio.Server, address: str) -> Non
 
 
 def _new_health_server(address: str, servicer: Any) -> grpc.aio.Server:
-    """A health service for callers without certificate and token, which reports nothing else."""
+    """Returns a server with a health service for callers without certificate and token, and nothing else."""
     plain = Listener()
     server = plain.new_server(SERVER_OPTIONS)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
@@ -247,7 +246,7 @@ class _Signals:
             loop.add_signal_handler(signum, self._came.release)
 
     async def next(self) -> None:
-        """Waits for the next one."""
+        """Waits for the next signal."""
         await self._came.acquire()
 
     async def came_within(self, seconds: float) -> bool:

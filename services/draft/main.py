@@ -29,7 +29,7 @@ from services.worker import (
 
 
 def run(config: Config) -> int:
-    """Serves until SIGTERM; returns the exit code. Raises ConfigurationError when it cannot start."""
+    """Serves until SIGTERM. Returns the exit code. Raises ConfigurationError if it cannot start."""
     if config.drafts_in_process:
         raise ConfigurationError(
             "draft.placement in-process has no draft workers: the target drafts by itself. To have some, set "

@@ -49,16 +49,16 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
 
     @property
     def error(self) -> BaseException | None:
-        """Why the draft worker's loop ended, when it did."""
+        """The error that ended the draft worker's loop, if any."""
         return self._worker.error
 
     @property
     def is_stuck(self) -> bool:
-        """Coordinators see for themselves when proposals do not come, and draft elsewhere."""
+        """Always False: coordinators detect missing proposals themselves, and draft elsewhere."""
         return False
 
     async def drain(self, seconds: float) -> None:
-        """Nothing needs to end here: when the streams do, the coordinators go on elsewhere with all their tokens."""
+        """Returns at once: when the streams end, the coordinators continue elsewhere with all their tokens."""
         self._is_draining = True
 
     async def Speculate(  # type: ignore[override]  # a handler that writes, not an iterator: gRPC takes both

@@ -30,7 +30,7 @@ from services.worker import (
 
 
 def run(config: Config) -> int:
-    """Serves until SIGTERM; returns the exit code. Raises ConfigurationError when it cannot start."""
+    """Serves until SIGTERM. Returns the exit code. Raises ConfigurationError if it cannot start."""
     check_tracing(config.tracing)
     check_before_loading(config, "target")
     prepare_process(config.target)

@@ -1,4 +1,4 @@
-"""Turns a request on the wire into one that the engine can run."""
+"""Converts a request on the wire into one that the engine can run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def to_engine(
     *,
     is_traced: bool = False,
 ) -> GenerationRequest:
-    """Raises InvalidRequestError naming the field."""
+    """Converts `request`. Raises InvalidRequestError naming the field."""
     num_prompt_tokens = len(request.prompt_token_ids) - request.num_generated_tokens
     if num_prompt_tokens < 1:
         raise InvalidRequestError("the prompt is empty", param="prompt")
@@ -65,7 +65,7 @@ def to_engine(
 
 
 def _check_length(num_prompt_tokens: int, request: target_pb2.GenerateRequest, max_model_len: int) -> None:
-    """Checks the length before the tokens are looked at: there may be millions."""
+    """Checks the length before the tokens are checked, because there may be millions."""
     if request.max_tokens <= request.num_generated_tokens:
         raise InvalidRequestError(f"max_tokens {request.max_tokens} leaves nothing to generate", param="max_tokens")
     if num_prompt_tokens + request.max_tokens > max_model_len:

@@ -1,4 +1,4 @@
-"""The calls in progress: their requests go to the engine, and its commits go to the calls' streams."""
+"""The running calls: passes their requests to the engine, and its commits to the calls' streams."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _FINISH_REASONS = {
 class RouterStream:
     """One stream of a router: its running calls, and their unsent replies.
 
-    At most one reply a call waits; later ones are merged into it.
+    At most one reply per call waits; later ones are merged into it.
     """
 
     def __init__(self) -> None:
@@ -60,13 +60,13 @@ class RouterStream:
         self._waiting.pop(call, None)
 
     def close(self, error: OutriderError | None = None) -> None:
-        """Nothing more will come; with `error` its calls were lost."""
+        """Ends the stream. `error`: the reason for which its calls were lost, if they were."""
         self._is_closed, self.error = True, error
         self._has_news.set()
         self._was_taken.set()
 
     async def take(self) -> dict[int, CallReply]:
-        """Waits for replies and returns all of them, by call; none once it is closed."""
+        """Waits for replies and returns all of them, by call; none once the stream is closed."""
         while not (self._waiting or self._is_closed):
             self._has_news.clear()
             await self._has_news.wait()
@@ -75,14 +75,14 @@ class RouterStream:
         return replies
 
     async def has_room(self) -> None:
-        """Waits while there are too many replies to calls that have ended, for a router that reads nothing."""
+        """Waits while a router that does not read has too many unsent replies to ended calls."""
         while len(self._waiting) - len(self.running) > _MAX_ENDED_REPLIES and not self._is_closed:
             self._was_taken.clear()
             await self._was_taken.wait()
 
 
 class Calls:
-    """All calls of all streams. But for `publish` it belongs to the event loop in which it was made."""
+    """All calls of all streams. Except for `publish`, belongs to the event loop in which it was made."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Calls:
 
     @property
     def error(self) -> BaseException | None:
-        """Why the engine's loop ended, when it did."""
+        """The error that ended the engine's loop, if any."""
         return self._target.error
 
     @property
@@ -117,7 +117,7 @@ class Calls:
 
     @contextlib.contextmanager
     def stream(self) -> Iterator[RouterStream]:
-        """A new stream. Leaving it cancels the stream's calls."""
+        """Yields a new stream. Cancels the stream's calls on exit."""
         stream = RouterStream()
         if self.is_draining:
             stream.close()
@@ -130,7 +130,10 @@ class Calls:
                 self.cancel(stream, call)
 
     def start(self, stream: RouterStream, call: int, request: target_pb2.GenerateRequest) -> None:
-        """Starts `call`; answers a wrong `request` with an error. Raises InvalidRequestError if `call` runs already."""
+        """Starts `call`; answers an invalid `request` with an error.
+
+        Raises InvalidRequestError if `call` runs already.
+        """
         if call in stream.running:
             raise InvalidRequestError(f"call {call} has been started already")
         request_id = f"{request.request_id}#{next(self._suffixes)}"  # callers' IDs need not be unique
@@ -152,7 +155,7 @@ class Calls:
                 self._compiling[request_id] = asyncio.create_task(self._compile(generation))
 
     def _let_wait(self, request_id: str, request: target_pb2.GenerateRequest) -> None:
-        """Raises OverloadedError where too much waits already."""
+        """Raises OverloadedError if too many requests or tokens wait already."""
         num_tokens = len(request.prompt_token_ids) + len(request.constraints.allowed_token_ids)
         num_tokens = max(num_tokens, _MIN_WAITING_TOKENS)
         waiting = self._num_waiting_tokens
@@ -165,7 +168,7 @@ class Calls:
         self._num_waiting_tokens -= self._waiting.pop(request_id, 0)
 
     def cancel(self, stream: RouterStream, call: int) -> None:
-        """Frees the sequence of `call`, without further replies. Ignored if it has ended."""
+        """Frees the sequence of `call`, without further replies. Does nothing if it has ended."""
         stream.drop(call)
         request_id = stream.running.get(call)
         if request_id is not None:
@@ -187,10 +190,10 @@ class Calls:
         self._loop.call_soon_threadsafe(self._distribute, outputs)
 
     async def drain(self, seconds: float) -> None:
-        """Starts no more calls, and ends each stream after its last one, which takes `seconds` at most.
+        """Starts no more calls, and ends each stream after its last one, within `seconds`.
 
-        Calls that still run then are ended, for their routers to take them elsewhere. If the engine is dead, streams
-        end at once with an error.
+        Ends calls that still run then, so that their routers move them elsewhere. If the engine is dead, streams end at
+        once with an error.
         """
         self.is_draining = True
         for stream in self._streams:
@@ -231,8 +234,10 @@ class Calls:
 
     @contextlib.contextmanager
     def _failing(self, request_id: str, what: str) -> Iterator[None]:
-        """An error ends the request; of an unforeseen one, which must not end the other calls of the stream, is said
-        `what` it was."""
+        """Ends the request with an error that is raised inside.
+
+        An unexpected error must not end the other calls of the stream; its message says `what` failed.
+        """
         try:
             yield
         except OutriderError as error:

@@ -45,7 +45,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
         advertised_address: str = "",
         metrics_url: str = "",
     ) -> None:
-        """Describes the worker: `traits` (None: unknown), the address for others, and its metrics page."""
+        """`traits` (None: unknown), `advertised_address` and `metrics_url` describe the worker to other programs."""
         self._calls = calls
         self._target = target
         self._config = config

@@ -1,4 +1,4 @@
-"""The spans of one call on a target, made at its end from a few timestamps: nothing of it is in the engine's loop.
+"""The spans of one call on a target, made at its end from a few timestamps, outside the engine's loop.
 
 speculation.v1.Target/GenerateMany    the call
     queue                             from its arrival to its admission
@@ -51,7 +51,7 @@ class CallTrace:
         self._num_accepted_tokens += output.num_accepted_tokens
 
     def end(self, finish_reason: FinishReason | None, error: OutriderError | None) -> None:
-        """Without either it was cancelled."""
+        """Ends the span. Without `finish_reason` and `error` the call was cancelled."""
         now = time.time_ns()
         self._add_parts(now)
         first, admitted, arrived = self._first_token_at, self._admitted_at, self._arrived_at
@@ -73,7 +73,7 @@ class CallTrace:
         self._span.end(now)
 
     def _add_parts(self, now: int) -> None:
-        """The last one lasts to the end, for any reason."""
+        """Adds the spans of the parts; the last part lasts to the end of the call."""
         self._add("queue", self._arrived_at, self._admitted_at or now)
         if self._admitted_at is None:
             return
@@ -99,7 +99,7 @@ class CallTrace:
 
 
 def trace_call(tracer: Tracer, request: target_pb2.GenerateRequest, model: str) -> CallTrace | None:
-    """The trace of a call that begins now; None when its router records none."""
+    """Returns the trace of a call that begins now; None if its router records none."""
     if not request.traceparent:
         return None
     span = tracer.start(
