@@ -1,1 +1,1 @@
-"""`outrider distill`: a draft for one target, taught on the answers that it gives to logged prompts."""
+"""`outrider distill`: trains a draft for one target on the target's answers to logged prompts."""

@@ -20,8 +20,8 @@ def ask(
 ) -> Generator[RecordedAnswer, None, None]:
     """Yields one answer per prompt, as they finish; the prompt's number is its seed, temperatures alternate.
 
-    To be closed by who stops early, else all that is left is asked at the exit. Raises ConfigurationError at the first
-    request that fails.
+    A caller that stops early must close the iterator; otherwise all remaining prompts are asked at the exit. Raises
+    ConfigurationError at the first request that fails.
     """
 
     def answer(number: int) -> RecordedAnswer:

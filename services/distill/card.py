@@ -29,7 +29,7 @@ class Distilled:
 
 
 def model_card(name: str, told: Distilled) -> str:
-    """The README.md of the draft called `name`."""
+    """Returns the README.md of the draft called `name`."""
     recipe = told.recipe
     facts = {
         "parameters": f"{told.num_parameters:,}",

@@ -174,7 +174,10 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _answers(arguments: argparse.Namespace, config: Config, folder: Path) -> list[RecordedAnswer]:
-    """With those that an earlier run of the same has had: they take longest. Those without a token are left out."""
+    """Returns the answers, including those of an earlier identical run, because they take longest.
+
+    Omits answers without a token.
+    """
     from cluster.engine.fingerprint import weights_fingerprint
     from services.distill.answers import ask
     from services.training.traffic import AnswersFile, is_held_out, read_prompts
@@ -234,7 +237,7 @@ def _new_draft(arguments: argparse.Namespace, config: Config) -> Any:
 
 
 def _save(draft: Any, target_folder: Path, out: Path) -> None:
-    """A Hugging Face folder, with the target's tokenizer."""
+    """Writes a Hugging Face folder, with the target's tokenizer."""
     import torch
 
     draft.to(torch.bfloat16)
@@ -245,7 +248,7 @@ def _save(draft: Any, target_folder: Path, out: Path) -> None:
 
 
 def _tell(out: Path, told: Distilled) -> None:
-    """Prints the report, and writes it next to the draft, for programs and for people."""
+    """Prints the report, and writes it next to the draft, as JSON and as text."""
     print(f"{out}: taught on {told.num_taught} answers; acceptance on {told.num_held_out} that it has not seen:")
     for old, new in zip(told.before, told.after, strict=True):
         print(

@@ -134,10 +134,10 @@ def load_head(directory: Path, device: torch.device) -> EagleHead:
 
 
 def draft_steps(head: EagleHead, embeddings: Tensor, hidden_states: Tensor, num_steps: int) -> list[Tensor]:
-    """Foretell hidden states from every position of a text, `num_steps` deep, the text's tokens being the drafts.
+    """Predicts hidden states from every position of a text, `num_steps` deep; the text's tokens are the drafts.
 
     Both tensors are the target's, [rows, length, hidden_size]. Step d of position t is for the token at t + 1 + d;
-    each is [rows, length - num_steps, hidden_size], so that all of them are there for each position.
+    each is [rows, length - num_steps, hidden_size], so that every position has all of them.
     """
     num_positions = embeddings.shape[1] - num_steps
     states, earlier, steps = hidden_states[:, :num_positions], list[KeysValues](), list[Tensor]()

@@ -1,4 +1,4 @@
-"""How good the models are: held-out loss of the pair, and the acceptance of a draft or head on the target's own text.
+"""Evaluates the models: held-out loss of the pair, and acceptance of a draft or head on the target's own text.
 
 All of them run in float32, so that the figures don't depend on the device.
 """

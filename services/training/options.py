@@ -15,7 +15,10 @@ TEMPERATURES = (0.0, 0.7, 1.0)
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """The defaults finish within hours on a small CPU, those of a head within minutes; a GPU deserves larger ones."""
+    """Options of a training.
+
+    The defaults take hours on a small CPU, those of a head minutes; use larger ones on a GPU.
+    """
 
     out: Path
     what: str = "pair"

@@ -67,7 +67,7 @@ def _is_json(line: str) -> bool:
 
 
 def is_held_out(prompt_token_ids: Sequence[int], one_in: int) -> bool:
-    """Decided by the prompt alone, so that every run agrees."""
+    """Returns True for a held-out prompt. Depends on the prompt alone, so that every run agrees."""
     digest = hashlib.sha256(repr(tuple(prompt_token_ids)).encode()).digest()
     return int.from_bytes(digest[:8], "big") % one_in == 0
 
@@ -100,7 +100,7 @@ def _line(answer: RecordedAnswer) -> str:
 
 
 def read_answers(file: Path, asked: Mapping[str, Any] | None = None) -> list[RecordedAnswer]:
-    """As `AnswersFile` wrote them; none, where they were asked otherwise than `asked`, if that is given."""
+    """Returns the answers that `AnswersFile` wrote; none if they were recorded with another `asked`."""
     head, *lines = file.read_text(encoding="utf-8").split("\n")
     if asked is not None and head != json.dumps(dict(asked)):
         return []

@@ -1,4 +1,4 @@
-"""How often a draft proposes the target's tokens, on held-out answers, with the noise that drew them."""
+"""Measures a draft's acceptance on held-out answers of the target, with the noise that drew them."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -54,7 +54,7 @@ def measure_traffic_acceptance(
 
 
 def _acceptance(temperature: float, answers: Sequence[Tensor]) -> TrafficAcceptance:
-    """`answers`: matches, [places, NUM_POSITIONS] each."""
+    """Returns the acceptance. `answers`: matches, [places, NUM_POSITIONS] each."""
     first = torch.cat([matches[:, 0] for matches in answers])
     rounds = [
         matches[:-NUM_SPECULATIVE_TOKENS, :NUM_SPECULATIVE_TOKENS].long().cumprod(dim=-1).sum(dim=-1).tolist()
@@ -99,7 +99,7 @@ def _parallel_matches(model: LlamaForCausalLM, lesson: Lesson) -> Tensor:
 
 
 def choices(logits: Tensor, lesson: Lesson, places: Sequence[int]) -> Tensor:
-    """The best tokens under the noise that drew those at `places` of the answer; `logits` has a row for each."""
+    """Returns the best tokens under the noise that drew those at `places`; `logits` has a row for each."""
     answer, scores = lesson.answer, logits.float()
     if answer.temperature > 0:
         key, first = NoiseKey.derive(answer.seed, 0), len(answer.prompt_token_ids)

@@ -39,7 +39,7 @@ class DraftShape:
 
 
 def new_draft(target: ModelConfig, target_embedding: Tensor, shape: DraftShape, seed: int) -> LlamaForCausalLM:
-    """`target_embedding`: [vocab_size, hidden_size]. Raises ValueError for a shape that cannot be."""
+    """Returns a draft. `target_embedding`: [vocab_size, hidden_size]. Raises ValueError for an impossible shape."""
     if shape.hidden_size % shape.head_dim or shape.hidden_size > target_embedding.shape[1]:
         raise ValueError(
             f"a draft {shape.hidden_size} wide: its width must be a multiple of {shape.head_dim}, and at most the "
@@ -75,7 +75,7 @@ def new_draft(target: ModelConfig, target_embedding: Tensor, shape: DraftShape, 
 
 
 def load_draft(folder: Path) -> LlamaForCausalLM:
-    """To be trained on, in float32."""
+    """Returns the draft in `folder`, in float32, to continue its training."""
     model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation=MASKLESS_ATTENTION
     )
@@ -139,7 +139,7 @@ def _loss(model: LlamaForCausalLM, lessons: Sequence[Lesson], masks: Sequence[Ma
 
 
 def _logits_of(states: Tensor, head: Tensor, token_ids: Sequence[npt.NDArray[np.int32]]) -> Tensor:
-    """[places, tokens of a place]"""
+    """Returns [places, tokens of a place]."""
     rows = functional.embedding(torch.from_numpy(np.concatenate(token_ids)).long(), head)
     return torch.einsum("ph,pth->pt", states, rows)
 
@@ -160,6 +160,6 @@ def _answer_states(model: LlamaForCausalLM, lessons: Sequence[Lesson]) -> Tensor
 
 
 def answer_logits(model: LlamaForCausalLM, lessons: Sequence[Lesson]) -> Tensor:
-    """The draft's logits at every place of the answers, one after the other, [places, vocab_size]."""
+    """Returns the draft's logits at every place of the answers, one after the other, [places, vocab_size]."""
     logits: Tensor = model.lm_head(_answer_states(model, lessons))
     return logits

@@ -47,7 +47,7 @@ class Recipe:
         return self.batch_size * self.sequence_length
 
     def learning_rate_at(self, step: int) -> float:
-        """Linear warm-up, then a cosine down to the final fraction."""
+        """Returns the learning rate: linear warm-up, then a cosine down to the final fraction."""
         warmup_steps = max(1, round(self.steps * self.warmup_fraction))
         if step < warmup_steps:
             return self.learning_rate * (step + 1) / warmup_steps
@@ -59,7 +59,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How often the loop stops to look at itself; it doesn't affect the weights."""
+    """Intervals of the loop's evaluations and checkpoints; they do not affect the weights."""
 
     steps_between_evaluations: int = 500
     minutes_between_checkpoints: float = 5.0
@@ -77,7 +77,7 @@ class Outcome:
 
 
 def next_token_loss(model: LlamaForCausalLM, windows: Tensor) -> Tensor:
-    """Cross entropy of each token given those before it."""
+    """Returns the cross entropy of each token given those before it."""
     logits = model(input_ids=windows[:, :-1], use_cache=False).logits.float()
     return nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
 
@@ -253,7 +253,7 @@ class _Stopwatch:
 
 
 def build_optimizer(model: nn.Module, recipe: Recipe, *, is_fused: bool = False) -> torch.optim.AdamW:
-    """Norms and biases do not decay."""
+    """Returns AdamW without weight decay of norms and biases."""
     parameters = list(model.parameters())
     matrices = [parameter for parameter in parameters if parameter.ndim > 1]
     vectors = [parameter for parameter in parameters if parameter.ndim == 1]

@@ -42,14 +42,14 @@ class Workspace:
         return self.root / "samples.npy"
 
     def training(self, name: str) -> Path:
-        """The folder of one model's checkpoint."""
+        """Returns the folder of one model's checkpoint."""
         return self.root / name
 
     def training_facts(self, name: str) -> Path:
         return self.training(name) / "training.json"
 
     def model(self, name: str) -> Path:
-        """The folder of one trained model in the form it is exported in."""
+        """Returns the folder of one trained model in its exported form."""
         return self.training(name) / "model"
 
     @property

@@ -17,7 +17,7 @@ SearchLayers = Callable[[Config], Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class SettingsCandidate:
-    """Settings that may make a cluster faster, and why."""
+    """Settings that may make a cluster faster, and the reason."""
 
     settings: tuple[str, ...]  # SECTION.KEY=VALUE
     why: str
@@ -28,7 +28,7 @@ class SettingsCandidate:
 
 
 def candidates(config: Config, findings: Sequence[Finding], search_layers: SearchLayers) -> Iterator[SettingsCandidate]:
-    """Yields the settings that may mend each of `findings`, in their order; each candidate once."""
+    """Yields the settings that may solve each of `findings`, in their order; each candidate once."""
     seen: set[tuple[str, ...]] = set()
     for finding in findings:
         for settings in _REMEDIES.get(finding.name, _none)(config, search_layers):
@@ -64,7 +64,7 @@ def _cache_of(pool: str) -> _Remedy:
 
 
 def _another_draft(config: Config, search_layers: SearchLayers) -> Settings:
-    """One that needs no training."""
+    """Returns the settings of another draft that needs no training."""
     drafter = config.draft.drafter
     if drafter != "ngram":
         yield ("draft.drafter=ngram",)

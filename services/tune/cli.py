@@ -36,7 +36,7 @@ _LEAST_GAIN = 1.03  # minimum gain to keep a setting: less may be chance
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The comparison of a candidate with the best settings so far, run alternately."""
+    """Comparison of a candidate with the best settings so far, run alternately."""
 
     candidate: SettingsCandidate
     ratios: tuple[float, ...]  # ratios of their tokens per second; empty: it could not be tried
@@ -48,7 +48,7 @@ class Trial:
 
     @property
     def is_better(self) -> bool:
-        """In the middle of the repeats, and in each of them at all."""
+        """True if the candidate is faster in the median of the repeats, and in each of them."""
         return self.gain >= _LEAST_GAIN and min(self.ratios) > 1.0
 
     def line(self) -> str:
@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Raises ConfigurationError. The exit code is 1 when nothing was faster."""
+    """Returns the exit code: 1 if nothing was faster. Raises ConfigurationError."""
     check_output("--out", arguments.out)
     prompts = read_prompts(arguments.prompts)
     # Two clusters run at the same time: neither may need a fixed port.
@@ -114,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _try(
     arguments: argparse.Namespace, best: Sequence[str], candidate: SettingsCandidate, prompts: Sequence[str]
 ) -> Trial:
-    """Both clusters run at once, and are put under the load one after the other."""
+    """Runs both clusters at once, and puts them under the load one after the other."""
     workload = Workload(arguments.streams, arguments.temperatures[0], None)
     try:
         configs = [
@@ -152,7 +152,7 @@ def _search_layers(config: Config, prompts: Sequence[str]) -> Sequence[int]:
 
 
 def _write(arguments: argparse.Namespace, chosen: Sequence[str], trials: Sequence[Trial]) -> None:
-    """Returns the given configuration with the chosen settings, and the trials as comments."""
+    """Writes the given configuration with the chosen settings, and the trials as comments."""
     tree = read_tree(arguments.config)
     parse_config(tree, [*arguments.overrides, *chosen])  # writes them into the configuration
     comments = [f"# {line}" for trial in trials for line in trial.line().strip().splitlines()]

@@ -1,8 +1,8 @@
-"""Which layers layer-skip had better keep, found by trying.
+"""Searches the layers that layer-skip should keep.
 
-Layers are left out one after the other, each time the one without which the model's next tokens still agree most with
-the whole model's (as Zhang et al., arXiv 2309.08168, search, but greedily). Of the sets that come up the one is taken
-that promises most by the formula, a draft costing the share of the layers that it has.
+Layers are left out one after the other: each time the layer without which the model's next tokens agree most with the
+whole model's (as Zhang et al., arXiv 2309.08168, search, but greedily). Of the resulting sets, the one with the best
+predicted speed is taken; a draft costs the share of the layers that it has.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NUM_TOKENS = 192  # tokens of each text
 def search_layers(
     config: Config, texts: Sequence[str], tokenizer: Tokenizer, did_one: Callable[[], object] = lambda: None
 ) -> tuple[int, ...]:
-    """Layers of the target of `config` to keep; none, when no set promises to pay. Raises ConfigurationError."""
+    """Returns the layers of the target of `config` to keep; none if no set should pay. Raises ConfigurationError."""
     loaded = load_weights(config.target, dtype_on_cpu=torch.bfloat16)
     rows = [tokenizer.encode(text)[:_NUM_TOKENS] for text in texts]
     whole = _choices(loaded, config, rows)
@@ -45,7 +45,7 @@ def search_layers(
 
 
 def num_trials(num_layers: int) -> int:
-    """Forward passes over the texts that a search takes."""
+    """Returns the number of forward passes over the texts that a search takes."""
     return num_layers * (num_layers + 1) // 2 - 1
 
 
@@ -55,7 +55,7 @@ def _gain(agreement: float, cost: float) -> float:
 
 
 def _choices(loaded: LoadedModel, config: Config, rows: Sequence[Sequence[int]]) -> torch.Tensor:
-    """The likeliest next token at every place of `rows`, one after the other."""
+    """Returns the likeliest next token at every place of `rows`, one after the other."""
     block_size = config.target.block_size
     runner = ModelRunner(loaded, block_size, -(-_NUM_TOKENS // block_size), enable_prefix_caching=False)
     runner.model.prepare(_NUM_TOKENS, _NUM_TOKENS)
