@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_worker(worker: WorkerConfig, pool: str) -> None:
-    """Raises ConfigurationError where a worker of `pool` could not listen at one of its addresses."""
+    """Raises ConfigurationError if a worker of `pool` could not listen at one of its addresses."""
     listened = "listen" if worker.listen is not None else "addresses"
     check_can_listen(*split(worker.listen_address), f"set {pool}.{listened}")
     if worker.health_listen is not None:
@@ -24,14 +24,14 @@ def check_worker(worker: WorkerConfig, pool: str) -> None:
 
 
 def check_metrics_page(worker: WorkerConfig, pool: str) -> None:
-    """Raises ConfigurationError where it is to have one and could not."""
+    """Raises ConfigurationError if the worker has a metrics page that could not listen."""
     if worker.metrics_port is not None:
         remedy = f"set {pool}.metrics_port, or {pool}.metrics_host"
         check_can_listen(worker.metrics_host, worker.metrics_port, remedy)
 
 
 def check_can_listen(host: str, port: int, remedy: str) -> int:
-    """The port that could be had, which is another for port 0. Raises ConfigurationError that ends with `remedy`."""
+    """Returns a port that is free; for port 0 any free one. Raises ConfigurationError that ends with `remedy`."""
     try:
         if port > 65535:  # getaddrinfo would truncate it to 16 bits
             raise OverflowError("a port is at most 65535")
@@ -48,7 +48,7 @@ def check_can_listen(host: str, port: int, remedy: str) -> int:
 
 
 def unknown_hosts(addresses: Sequence[str]) -> Iterator[str]:
-    """Complaints of those of `addresses` whose host has no address, as this machine sees it. May take seconds."""
+    """Yields complaints about `addresses` whose host has no address on this machine. May take seconds."""
     for address in addresses:
         name = address.removeprefix("dns:")
         if not is_host_port(name):
@@ -61,7 +61,7 @@ def unknown_hosts(addresses: Sequence[str]) -> Iterator[str]:
 
 
 def warn_of_unknown_hosts(addresses: Sequence[str], setting: str) -> None:
-    """Logs hosts that cannot be found, in a thread: a name may be known later, and name servers may be slow."""
+    """Logs hosts that cannot be found, in a thread, because name servers may be slow. A name may be added later."""
 
     def look() -> None:
         for complaint in unknown_hosts([address for address in addresses if is_host_port(address)]):

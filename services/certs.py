@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Raises ConfigurationError when `cryptography` is missing, or a name cannot be one."""
+    """Raises ConfigurationError if `cryptography` is missing, or a name is invalid."""
     if importlib.util.find_spec("cryptography") is None:
         raise ConfigurationError("cryptography is not installed: pip install 'outrider[certs]'")
     if not 1 <= arguments.days <= _AUTHORITY_DAYS:
@@ -78,7 +78,7 @@ Wrote {folder}: ca, {", ".join(PROGRAMS)}, {_CLIENT}, token. For all programs:
 
 
 def write_certificates(folder: Path, names: list[str], days: int) -> None:
-    """See `add_arguments`. Raises ConfigurationError."""
+    """Writes the files that `add_arguments` describes. Raises ConfigurationError."""
     for name in names:
         _check_name(name)
     try:
@@ -157,7 +157,7 @@ class Authority:
         is_server: bool = True,
         file: str | None = None,
     ) -> None:
-        """Writes a certificate of `program` for `names`, and its key. `days` below 0: one that has expired."""
+        """Writes a certificate of `program` for `names`, and its key. With `days` below 0 it is expired."""
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes
         from cryptography.hazmat.primitives.asymmetric import ec
@@ -190,7 +190,7 @@ class Authority:
 
 
 def _check_name(name: str) -> None:
-    """Raises ConfigurationError."""
+    """Raises ConfigurationError if `name` is invalid."""
     try:
         ipaddress.ip_address(name)
     except ValueError:
@@ -242,7 +242,7 @@ def _write_pair(
 
 
 def _write(path: Path, content: bytes, *, is_secret: bool) -> None:
-    """In one go, so that a program that follows the file never reads half of it."""
+    """Writes the file atomically, so that a program that follows it never reads a part."""
     new = path.with_name(f".{path.name}.new")
     new.unlink(missing_ok=True)
     with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if is_secret else 0o644), "wb") as file:

@@ -29,8 +29,9 @@ def run(config: Config) -> int:
 
 
 def shown(config: Config) -> dict[str, Any]:
-    """The tree of `config` without secrets. Settings name files of secrets; but what is passed on to vLLM may have a
-    token, and a URL a password.
+    """Returns the tree of `config` without secrets.
+
+    Settings name files of secrets. But arguments that are passed on to vLLM may contain a token, and a URL a password.
     """
     sections: dict[str, Any] = config.model_dump(mode="json")
     for section, field in (("target", "engine_args"), ("draft", "engine_args"), ("draft", "speculative_config")):

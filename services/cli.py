@@ -56,7 +56,7 @@ _EPILOG = (
 
 @dataclass(frozen=True, slots=True)
 class ServeOption:
-    """A flag of `serve` that stands for settings."""
+    """A flag of `serve` that sets several settings."""
 
     flag: str
     metavar: str
@@ -151,8 +151,11 @@ COMMANDS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a subcommand; returns the exit code. A setting that cannot work is one line on stderr and code 2; a port of
-    a program that another has, which may be free later, is code 75 (EX_TEMPFAIL)."""
+    """Runs a subcommand. Returns the exit code.
+
+    An unusable setting is one line on stderr and code 2. A port that another program has, and may free later, is code
+    75 (EX_TEMPFAIL).
+    """
     arguments = make_parser().parse_args(argv)
     if "log_level" in arguments:
         setup_logging(arguments.command, arguments.log_level, arguments.log_format)
@@ -326,7 +329,7 @@ def _down(arguments: argparse.Namespace) -> int:
 
 
 def _require_ray() -> None:
-    """Raises ConfigurationError when Ray is not installed."""
+    """Raises ConfigurationError if Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
         raise ConfigurationError("Ray is not installed: pip install 'outrider[ray]' (`make setup-ray`)")
 

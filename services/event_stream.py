@@ -1,4 +1,4 @@
-"""A streamed answer of a router, event by event, for commands."""
+"""Reads a streamed answer of a router, event by event, for commands."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ _DATA = b"data: "
 def stream_events(
     url: str, path: str, body: dict[str, Any], context: ssl.SSLContext | None = None
 ) -> Iterator[dict[str, Any]]:
-    """The events of the answer to `body`, posted to `path` of the router at `url`, with the environment's key.
+    """Yields the events of the answer to `body`, posted to `path` of the router at `url`.
 
-    Closing it ends the request. Raises ConfigurationError when there is no such answer, or it ends with an error.
+    Sends the key in the environment. Closing the iterator ends the request. Raises ConfigurationError if there is no
+    such answer, or it ends with an error.
     """
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:

@@ -1,4 +1,4 @@
-"""`outrider health`: whether a program answers, for the health check of a container."""
+"""`outrider health`: checks that a program answers, for the health check of a container."""
 
 from __future__ import annotations
 

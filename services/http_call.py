@@ -1,4 +1,4 @@
-"""One call of another program over HTTP, for commands: past any proxy, within a time, and with one kind of error."""
+"""One HTTP call of another program, for commands: without proxy, with a timeout, and with one kind of error."""
 
 from __future__ import annotations
 
@@ -32,11 +32,10 @@ def call(
     context: ssl.SSLContext | None = None,
     max_bytes: int = _MAX_ANSWER_BYTES,
 ) -> Any:
-    """The JSON that `address` (host:port, http://host:port or https://host:port) answers; None where that is empty.
+    """Returns the JSON that `address` (host:port, http://host:port or https://host:port) answers; None if it is empty.
 
-    It is sent the key in the environment, if there is one. `context`: what is taken for its certificate; None: what
-    this machine trusts. Raises ConfigurationError when it does not answer in that time, not with a 2xx and JSON, or
-    with more than `max_bytes`.
+    Sends the key in the environment, if there is one. `context`: trusted certificates; None: those that this machine
+    trusts. Raises ConfigurationError if there is no 2xx answer with JSON in that time, or it has more than `max_bytes`.
     """
     scheme, has_scheme, place = address.rpartition("://")
     if not is_host_port(place.rstrip("/")) or (has_scheme and scheme not in ("http", "https")):
@@ -73,7 +72,7 @@ def call(
 
 
 def router_url(text: str) -> str:
-    """A parser for argparse: an address without a scheme is http."""
+    """Parses a URL for argparse: an address without a scheme is http."""
     return (text if "://" in text else f"http://{text}").rstrip("/")
 
 
@@ -99,7 +98,7 @@ def add_trust_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def trusted_context(arguments: argparse.Namespace) -> ssl.SSLContext | None:
-    """Raises ConfigurationError when a file cannot be used."""
+    """Returns the context for the options. Raises ConfigurationError if a file cannot be used."""
     try:
         if arguments.ca_file is not None:
             return ssl.create_default_context(cafile=arguments.ca_file)
@@ -110,9 +109,9 @@ def trusted_context(arguments: argparse.Namespace) -> ssl.SSLContext | None:
 
 
 def pinned_context(certificate_file: str | None) -> ssl.SSLContext | None:
-    """Returns a context that trusts exactly this certificate, under any name, for a launcher that calls its own router.
+    """Returns a context that trusts exactly this certificate, under any name; None for a router without TLS.
 
-    None: for a router without TLS. Raises OSError if the file cannot be read.
+    For a launcher that calls its own router. Raises OSError if the file cannot be read.
     """
     if certificate_file is None:
         return None

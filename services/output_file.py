@@ -1,4 +1,4 @@
-"""A file that a command writes at its end, looked at before its work."""
+"""A file that a command writes at its end, checked before its work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cluster.errors import ConfigurationError
 
 
 def check_output(option: str, file: Path | None) -> None:
-    """Raises ConfigurationError when `file`, which `option` names, cannot be written: minutes later that is a pity."""
+    """Raises ConfigurationError if `file`, which `option` names, cannot be written."""
     if file is None:
         return
     if not file.parent.is_dir():

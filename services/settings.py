@@ -46,7 +46,7 @@ def _schema() -> dict[str, Any]:
 
 
 def add_settings(group: argparse._ArgumentGroup, keys: Sequence[str]) -> None:
-    """Those settings as options, to a command that takes no others in this way."""
+    """Adds those settings as options to a command that takes no others in this way."""
     schema = _schema()
     for key in keys:
         section, _, name = key.partition(".")
@@ -70,13 +70,13 @@ def _help(text: str) -> str:
 
 
 def properties_of(schema: Mapping[str, Any], section: str) -> dict[str, Any]:
-    """The settings of `section` in the JSON schema of the configuration, those of its parts as `part.name`."""
+    """Returns the settings of `section` in the configuration's JSON schema; those of its parts as `part.name`."""
     reference: str = schema["properties"][section]["$ref"]
     return _flat(schema, schema["$defs"][reference.rpartition("/")[2]]["properties"])
 
 
 def _flat(schema: Mapping[str, Any], properties: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`properties`, with those of a part of the section as `part.name`."""
+    """Returns `properties`, with those of a part of the section as `part.name`."""
     flat: dict[str, Any] = {}
     for name, setting in properties.items():
         if (reference := setting.get("$ref")) is None:
@@ -88,7 +88,7 @@ def _flat(schema: Mapping[str, Any], properties: Mapping[str, Any], prefix: str 
 
 
 def plain(value: object) -> str:
-    """A default as one writes it."""
+    """Returns a default as a user writes it."""
     return value if isinstance(value, str) else json.dumps(value)
 
 

@@ -1,7 +1,7 @@
-"""Makes text from others safe to print on a terminal: names of workers and models, errors, answers.
+"""Makes text from other programs safe to print on a terminal: names of workers and models, errors, answers.
 
-A terminal obeys what it is sent: escapes move its cursor, set its title, fill its clipboard. So what a command prints
-goes through here, and a character that is no text is shown as it would be written in a program (`\\x1b`).
+Escape sequences can move a terminal's cursor, set its title or fill its clipboard. So everything that a command prints
+passes through here, and a control character is shown as a program would write it (`\\x1b`).
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ _IN_TEXTS = re.compile(f"(?![\n\t])[{_NO_TEXT}]")
 
 
 def as_line(text: str) -> str:
-    """`text` in one line: a name with a line break in it cannot look like a line of the command's own."""
+    """Returns `text` in one line: a name with a line break cannot look like a line of the command's own."""
     return _IN_LINES.sub(_written, text)
 
 
 def as_lines(lines: list[str]) -> str:
-    """Each in its own."""
+    """Returns each of `lines` in one line."""
     return "\n".join(map(as_line, lines))
 
 
 def as_text(text: str) -> str:
-    """`text` with its line breaks and tabs."""
+    """Returns `text` with its line breaks and tabs."""
     return _IN_TEXTS.sub(_written, text)
 
 

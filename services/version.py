@@ -50,7 +50,7 @@ def commit() -> str | None:
 
 
 def built_kernels() -> list[str]:
-    """Returns which compiled kernels can be imported; whether this processor runs them is another question."""
+    """Returns the compiled kernels that can be imported; this processor may not run them."""
     return [name for name, module in _KERNELS.items() if _can_import(module)]
 
 

@@ -1,4 +1,4 @@
-"""Tokens in the colours of how they came about: accepted drafts, corrections, bonus tokens, plain decodes."""
+"""Colours tokens by their origin: accepted drafts, corrections, bonus tokens, plain decodes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MEANINGS: dict[Kind, str] = {
 
 
 def kinds_of(step: Mapping[str, Any]) -> Iterator[tuple[str, Kind]]:
-    """The text of each token that a step of the target added, and how it came about."""
+    """Yields the text and the origin of each token that a step of the target added."""
     num_drafted, num_accepted = step["num_draft_tokens"], step["num_accepted_tokens"]
     own: Kind = "plain" if not num_drafted else "bonus" if num_accepted == num_drafted else "correction"
     for place, text in enumerate(step["tokens"]):

@@ -101,7 +101,7 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> Any:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Raises ConfigurationError. The exit code is 1 when something is wrong."""
+    """Returns the exit code: 1 if there is a finding. Raises ConfigurationError."""
     report = diagnose(arguments)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
@@ -147,7 +147,8 @@ def examine_cluster(
 ) -> DoctorReport:
     """Returns the report of the cluster whose router is at `url`. Raises ConfigurationError.
 
-    `access`: None: as `config` says; a router with TLS as this machine trusts it. `num_streams`: on each target.
+    `access`: None: as `config` defines it; a router with TLS is verified as this machine trusts it. `num_streams`:
+    streams on each target.
     """
     config = config or Config()
     access = access or Access.of(config)
@@ -174,7 +175,10 @@ def _waterfall(found: Examination, config: Config, earlier_survival: Sequence[fl
 
 
 def _equal_acceptance(found: Examination, config: Config) -> float | None:
-    """Were drafts sampled as the target's tokens are: about that at T = 0, where both are greedy. None: they are."""
+    """Returns the acceptance if drafts were sampled as the target's tokens are; None: they are.
+
+    It is about that at T = 0, where both are greedy.
+    """
     if config.speculation.acceptance != "greedy" or found.auto.workload.temperature == 0:
         return None
     greedy = [one.counts.survival for one in found.temperatures if one.workload.temperature == 0]
@@ -192,7 +196,7 @@ def _cluster(arguments: argparse.Namespace, config: Config) -> Iterator[tuple[st
 
 
 def read_prompts(file: Path | None) -> list[str]:
-    """One a line; None: pieces of Python source. Raises ConfigurationError."""
+    """Returns the prompts of `file`, one a line; without a file pieces of Python source. Raises ConfigurationError."""
     if file is None:
         texts = [held_out.text for held_out in held_out_texts()]
         return [text[len(text) // 3 :][:_PROMPT_CHARACTERS] for text in texts if len(text) > 3 * _PROMPT_CHARACTERS][
@@ -210,7 +214,7 @@ def read_prompts(file: Path | None) -> list[str]:
 def survival_of(report: Mapping[str, Any], temperature: float) -> tuple[float, ...]:
     """Returns the survival of draft tokens by depth that `report` has for `temperature`.
 
-    Raises ConfigurationError when it has none for that, and ValueError when its numbers are no shares.
+    Raises ConfigurationError if it has none for that temperature, and ValueError if its numbers are not shares.
     """
     told = {float(one["temperature"]): one["survival"] for one in report["suitability"]}
     if temperature not in told:

@@ -15,7 +15,7 @@ TOLD_DEPTH = 5  # depth of the rounds for the reported acceptance and the waterf
 
 @dataclass(frozen=True, slots=True)
 class ExaminationPlan:
-    """The loads to measure. All but those that compare temperatures use the first of `temperatures`."""
+    """The loads to measure. All except those that compare temperatures use the first of `temperatures`."""
 
     num_streams: int  # streams on each target
     temperatures: tuple[float, ...]
@@ -25,9 +25,9 @@ class ExaminationPlan:
 
     @property
     def runs(self) -> list[Workload]:
-        """The loads of one repeat, in order.
+        """Loads of one repeat, in order.
 
-        The controller has three, as every loss is computed in proportion to them. They are apart from each other, so
+        The controller has three, as every loss is computed in proportion to them. They are spread over the repeat, so
         that some slow seconds of the machine affect them like the loads between them.
         """
         first, streams = self.temperatures[0], self.num_streams
@@ -47,7 +47,7 @@ class ExaminationPlan:
 
 
 def examine(maker: LoadMaker, plan: ExaminationPlan, did_one: Callable[[], object] = lambda: None) -> Examination:
-    """Puts the cluster under each load, all of them in turn as often as the plan says. Raises ConfigurationError."""
+    """Puts the cluster under each load in turn, with the plan's repeats. Raises ConfigurationError."""
     grown: defaultdict[Workload, Numbers] = defaultdict(lambda: defaultdict(float))
     for repeat in range(plan.repeats):
         for workload in plan.runs:

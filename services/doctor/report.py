@@ -25,7 +25,7 @@ class DoctorReport:
     waterfall: Waterfall | None  # None: there were no drafts
 
     def text(self) -> str:
-        """For a terminal."""
+        """Returns the report for a terminal."""
         parts = [self._programs(), self._gains(), self._findings()]
         if self.waterfall is not None:
             shown = _show(self.waterfall, self.found.auto.workload.temperature)

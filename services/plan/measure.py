@@ -1,7 +1,7 @@
-"""Step times of the engines at hand, for plans of this machine.
+"""Step times of the installed engines, for plans of this machine.
 
-Target and draft are timed one after the other, in processes of their own with the cores that `outrider serve` would
-give them. That is how they work on a small host too: they share cores, and while the draft drafts the target waits.
+Target and draft are timed one after the other, in separate processes with the cores that `outrider serve` would give
+them. They also run in turn on a small host: they share cores, and while the draft drafts the target waits.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def measured_options(
     num_speculative_tokens: int | None,
     round_trip_seconds: float = LOCAL_ROUND_TRIP_SECONDS,
 ) -> list[Option]:
-    """Without speculation, and with the draft on the target's cores. Raises ConfigurationError."""
+    """Returns the options without speculation, and with the draft on the target's cores. Raises ConfigurationError."""
     times = measure_steps(config, load, temperature)
     alone = Option("no speculation", times.target)
     drafting = Drafting(times.draft, acceptance_rate, round_trip_seconds)
@@ -112,7 +112,7 @@ def _apart(
     loads: Sequence[ExpectedLoad],
     temperature: float,
 ) -> list[MeasuredSteps]:
-    """In a separate process, whose end frees its cores, threads and memory."""
+    """Runs `measure` in a separate process, whose end frees its cores, threads and memory."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
             return [MeasuredSteps(points) for points in pool.submit(measure, config, loads, temperature).result()]
@@ -154,7 +154,7 @@ def _target_points(
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """The shape of a step: sequences with equally many drafts, and possibly a prompt."""
+    """Shape of a step: sequences with the same number of drafts, and possibly a prompt."""
 
     num_seqs: int
     depth: int

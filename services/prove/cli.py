@@ -130,7 +130,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Raises ConfigurationError."""
+    """Returns the exit code. Raises ConfigurationError."""
     experiment = read_experiment(arguments)
     _make_folder(arguments.out)
     together = fit_together(experiment)

@@ -1,4 +1,4 @@
-"""A client that any OpenAI-style server answers alike: the same prompts, the same number of tokens."""
+"""A client that gets comparable answers from any OpenAI-style server: the same prompts, the same number of tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TimedAnswer:
 
     @property
     def token_gaps(self) -> list[float]:
-        """Seconds between its tokens; those of one piece come together."""
+        """Seconds between the tokens; those of one piece come together."""
         return [*self.gaps, *[0.0] * (self.num_tokens - 1 - len(self.gaps))]
 
     @property

@@ -30,7 +30,7 @@ class Device:
 
     @property
     def settings(self) -> dict[str, object]:
-        """The settings of a worker that runs on it."""
+        """Settings of a worker that runs on the device."""
         return {"device": self.kind, "cpus": self.cpus if self.kind == "cpu" else None}
 
     @property

@@ -39,7 +39,7 @@ class Forecast:
         return None if self.option is None else plan(self.option, self.load)
 
     def with_acceptance(self, rate: float) -> Plan | None:
-        """The plan for another acceptance rate; None without a draft or a plan."""
+        """Returns the plan for another acceptance rate; None without a draft or a plan."""
         if self.option is None or self.option.drafting is None:
             return None
         return plan(replace(self.option, drafting=replace(self.option.drafting, acceptance_rate=rate)), self.load)
@@ -96,7 +96,7 @@ def _depth(experiment: Experiment) -> int | None:
 
 
 def _tried(steps: Callable[[], _Curves]) -> _Curves | str:
-    """The steps, or the reason why there are none."""
+    """Returns the steps, or the reason why there are none."""
     try:
         return steps()
     except ConfigurationError as error:

@@ -74,7 +74,7 @@ class System(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Returns when it answers. Raises ConfigurationError and UnavailableError."""
+        """Returns when the system answers. Raises ConfigurationError and UnavailableError."""
 
     @abstractmethod
     def stop(self, is_hurried: Callable[[], bool]) -> None:
@@ -159,7 +159,7 @@ class StockSystem(System):
 
 
 def _wait(is_ready: Callable[[], bool], programs: Sequence[Child]) -> None:
-    """Raises UnavailableError if one of them ends, or they are not ready in time."""
+    """Raises UnavailableError if one of `programs` ends, or they are not ready in time."""
     deadline = time.monotonic() + _READY_SECONDS
     while not is_ready():
         for program in programs:

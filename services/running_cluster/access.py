@@ -1,15 +1,15 @@
-"""Access of an operator's command to the programs of a running cluster, and to which it sends secrets.
+"""Access of an operator's command to the programs of a running cluster: which of them get secrets.
 
-The operator says where the router is. Where a worker is the router says, and where its metrics page is the worker says:
-neither address is anything to go by.
+The operator gives the router's address. The router gives those of the workers, and each worker that of its metrics
+page: these two are untrusted.
 
-- The router shows a certificate that --ca-file, --certificate or this machine vouches for. It is sent the environment's
-  key, and for its page the token of `router.metrics_token_file` instead, where that is set.
-- A worker, with `tls`, shows one of `tls.ca_file`, for `tls_server_name` or the host that was dialled. When that has
-  been looked at it is shown ours, and sent the token of its pool's `metrics_token_file`, else the shared one.
-- A worker, without, is sent nothing, but for the token of `metrics_token_file` where the operator has named the page.
+- The router must show a certificate that --ca-file, --certificate or this machine vouches for. It gets the
+  environment's key; for its page it gets the token of `router.metrics_token_file` instead, if that is set.
+- A worker with `tls` must show a certificate of `tls.ca_file`, for `tls_server_name` or the dialled host. After it is
+  verified, the worker gets our certificate, and the token of its pool's `metrics_token_file` or else the shared one.
+- A worker without `tls` gets nothing, except for the token of `metrics_token_file` if the operator named the page.
 
-With `tls` no page in plaintext is read; a page is at /metrics, and who sends on to another place is not followed.
+With `tls` no page in plaintext is read. A page is at /metrics; redirects are not followed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RouterAccess:
     metrics_token: TokenFile | None = None
 
     def read_page(self, url: str) -> MetricsPage:
-        """That of the router at `url`. Raises ConfigurationError."""
+        """Returns the page of the router at `url`. Raises ConfigurationError."""
         token = os.environ.get(API_KEY) if self.metrics_token is None else self.metrics_token.current()
         why = f"set {API_KEY} in the environment to one of its keys, or router.metrics_token_file"
         return read_page(f"{url}{_PATH}", self.context, token=token or None, without_token=why)
@@ -102,7 +102,7 @@ class Access:
 
     @classmethod
     def of(cls, config: Config, context: ssl.SSLContext | None = None, named: Collection[str] = ()) -> Access:
-        """As one with the files of a router. Raises ConfigurationError when a file cannot be used."""
+        """Returns an access with the files of a router. Raises ConfigurationError if a file cannot be used."""
         pools = (
             PoolAccess(
                 pool,

@@ -85,7 +85,7 @@ class LoadMaker:
 
     @contextmanager
     def _streams(self, workload: Workload, first_prompt: int) -> Iterator[list[ConfigurationError]]:
-        """Streams under way, each with one request after the other; what goes wrong is put into what is yielded."""
+        """Yields while streams run, each with one request after the other; errors are added to the yielded list."""
         num_streams = workload.num_streams * len(self.facts.targets)
         is_over, has_answered = threading.Event(), threading.Semaphore(0)
         failed: list[ConfigurationError] = []
@@ -138,7 +138,7 @@ class LoadMaker:
         )
 
     def _look(self) -> _Look:
-        """Each page once."""
+        """Reads each page once."""
         router = self.access.router.read_page(self.facts.url)
         targets, drafts = self.facts.target_pages(self.access), self.facts.draft_pages(self.access)
         return _Look(_counters(router, targets, drafts), _num_waiting(targets))

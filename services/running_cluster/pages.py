@@ -61,11 +61,11 @@ def read_page(
     token: str | None = None,
     without_token: str = "none is known",
 ) -> MetricsPage:
-    """Reads the page at `url`, past any proxy and without following redirects.
+    """Reads the page at `url`, without proxy or redirects. Raises ConfigurationError.
 
-    `context`: what is taken for its certificate; None: what this machine trusts. `server_name`: what that has to be
-    for; None: the host. The token is sent when the certificate has been looked at. `without_token`: what to do about a
-    page that asks for another. Raises ConfigurationError.
+    `context`: trusted certificates; None: those that this machine trusts. `server_name`: the name in the server's
+    certificate; None: the host. The token is sent after the certificate is verified. `without_token`: the remedy for a
+    page that requires another token.
     """
     try:
         connection = _connection(urlsplit(url), context, server_name)

@@ -1,4 +1,4 @@
-"""The programs of a cluster, as they describe themselves."""
+"""The programs of a cluster, from their own descriptions."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ class ClusterFacts:
         return *self.targets, *self.drafts
 
     def workers_by_name(self) -> set[tuple[str, str]]:
-        """With the metrics page of each, which differs after a restart."""
+        """Returns the workers' names with their metrics pages, which differ after a restart."""
         return {(worker.name, worker.machine.metrics_url) for worker in self.workers}
 
     def target_pages(self, access: Access) -> list[MetricsPage]:
         return _pages(self.targets, access.target)
 
     def draft_pages(self, access: Access) -> list[MetricsPage]:
-        """A drafter in a target's process has that target's page."""
+        """Returns the pages of the drafters; a drafter in a target's process has that target's page."""
         return _pages(self.drafts, access.draft)
 
 
@@ -78,7 +78,7 @@ def _pages(workers: Sequence[WorkerFacts], access: PoolAccess) -> list[MetricsPa
 
 
 def look_around(url: str, access: Access) -> ClusterFacts:
-    """The cluster behind the router at `url`. Raises ConfigurationError when none of its targets answers."""
+    """Returns the cluster behind the router at `url`. Raises ConfigurationError if none of its targets answers."""
     health = call(url, "GET", "/health", context=access.router.context)
     version = call(url, "GET", "/version", context=access.router.context)
     if not (_has(health, model=str, targets=list) and _has(version, version=str)):
@@ -99,7 +99,7 @@ def look_around(url: str, access: Access) -> ClusterFacts:
 
 
 def check_unchanged(facts: ClusterFacts, access: Access) -> None:
-    """Raises ConfigurationError if one of its workers has ended since, or was restarted."""
+    """Raises ConfigurationError if a worker has ended or was restarted since."""
     gone: list[str] = []  # missing in `found`
     found = [
         *_describe_all(access.target, [worker.address for worker in facts.targets], _describe_target, gone),

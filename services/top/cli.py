@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def show(lines: list[str], *, clears: bool) -> None:
-    """Where the lines before were, on a terminal."""
+    """Prints `lines`, on a terminal in place of the previous ones."""
     print((_CLEAR if clears and sys.stdout.isatty() else "") + as_lines(lines), flush=True)
 
 

@@ -14,7 +14,7 @@ _KINDS = ("prefill", "verify", "decode")
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """The pages at one time; `at` in seconds."""
+    """Metrics pages at one time; `at` in seconds."""
 
     at: float
     router: MetricsPage
@@ -24,7 +24,7 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Between two looks."""
+    """Change between two looks."""
 
     facts: ClusterFacts
     before: Look
@@ -102,7 +102,7 @@ class Change:
 
 
 def _grown(before: MetricsPage, after: MetricsPage, name: str, **labels: str) -> float:
-    """Handles restarted programs, which count from zero again."""
+    """Returns the growth of a counter, also of restarted programs, which count from zero again."""
     return max(0.0, after.sum(name, **labels) - before.sum(name, **labels))
 
 
