@@ -96,7 +96,7 @@ def _constraints(
 
 
 def bad_words(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """The tokens of each of `words` at the beginning of a text, and after a space where they are others, as in vLLM."""
+    """Returns the tokens of each of `words` at a text's beginning, and after a space if they differ, as in vLLM."""
     found: list[list[int]] = []
     for word in words:
         for spelled in (word.lstrip() or word, " " + word.lstrip()):
