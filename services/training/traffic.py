@@ -100,7 +100,7 @@ def _line(answer: RecordedAnswer) -> str:
 
 
 def read_answers(file: Path, asked: Mapping[str, Any] | None = None) -> list[RecordedAnswer]:
-    """Returns the answers that `AnswersFile` wrote; none if they were recorded with another `asked`."""
+    """Returns the answers that `AnswersFile` wrote. `asked`: returns none if they were recorded with another one."""
     head, *lines = file.read_text(encoding="utf-8").split("\n")
     if asked is not None and head != json.dumps(dict(asked)):
         return []

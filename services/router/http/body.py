@@ -106,7 +106,10 @@ async def _read(
 
 
 async def read_json_body(request: Request, max_bytes: int, timeout_s: float | None = None) -> bytes:
-    """Returns the body of `request`, which must be declared as JSON, within `timeout_s` seconds."""
+    """Returns the body of `request`, which must be declared as JSON.
+
+    `timeout_s`: time limit in seconds if the body is not read yet.
+    """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise UnsupportedMediaTypeError("send the body as Content-Type: application/json")
