@@ -1,8 +1,8 @@
 """Rounds whose drafts the model runner makes itself, on the target's device. The host never reads these drafts.
 
 The host only decides how many there are. Drafts for the next step are made at the end of each step, for all of its
-sequences, as many as `next_depth` said when it was scheduled. A sequence that ran in a step without drafting misses
-that step's tokens in the draft model's cache; its drafts would be poor, so it has no more of them. A step of such
+sequences; `next_depth` decided their number when the step was scheduled. A sequence that ran in a step without drafting
+misses that step's tokens in the draft model's cache. Its drafts would be poor, so it gets no more, and a step of such
 sequences alone drafts nothing.
 """
 
@@ -66,7 +66,7 @@ class DeviceRounds:
         return max((self._depth(sequence) for sequence in sequences if sequence.is_whole), default=0)
 
     def ran(self, requests: Iterable[Request], depth: int) -> None:
-        """A step of `requests` was scheduled that makes `depth` drafts of each."""
+        """Records a scheduled step of `requests` that makes `depth` drafts for each."""
         self._scheduled.append(depth)
         for request in requests:
             sequence = self._sequence(request)
