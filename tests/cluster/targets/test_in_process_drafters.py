@@ -94,7 +94,10 @@ def test_a_draft_with_another_tokenizer_is_refused() -> None:
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"target": {"engine": "vllm"}}, "needs target.engine torch, not vllm"),
+        (
+            {"target": {"engine": "vllm"}, "draft": {"drafter": "ngram"}},
+            "needs draft.drafter model with target.engine vllm",
+        ),
         ({"draft": {"drafter": "vllm"}}, "cannot use vllm"),
         ({"draft": {"cpus": [1]}}, "set target.cpus, not draft.cpus"),
     ],

@@ -149,7 +149,7 @@ def test_a_shape_that_is_none_is_refused(shapes: list[list[int]], numbers: list[
         advance=draft_pb2.Advance(sequences=[1], bases=[3], lengths=[0], num_speculative_tokens=[4], shapes=numbers),
         shapes=[draft_pb2.Shape(parents=parents) for parents in shapes],
     )
-    with pytest.raises(ValueError, match=r"zip|comes before|does not have"):
+    with pytest.raises(ValueError, match=r"zip|precedes|does not have"):
         decode_request(message)
 
 
@@ -160,7 +160,7 @@ def test_shapes_that_nobody_asks_for_are_refused() -> None:
     assert decode_request(largest).opens[1].shape == (-1,) * MAX_NODES
     with pytest.raises(ValueError, match="65 nodes"):
         decode_request(draft_pb2.SpeculateRequest(open=[opening], shapes=[draft_pb2.Shape(parents=[0] * 65)]))
-    with pytest.raises(ValueError, match="2 shapes are more"):
+    with pytest.raises(ValueError, match="2 shapes, more"):
         decode_request(draft_pb2.SpeculateRequest(open=[opening], shapes=[draft_pb2.Shape()] * 2))
 
 
@@ -174,7 +174,7 @@ def test_a_prompt_longer_than_its_sequence_is_refused() -> None:
 @pytest.mark.parametrize("parents", [[1, 1], [0, 2], [0], [0, 1, 2]])
 def test_parents_that_make_no_tree_are_refused(parents: list[int]) -> None:
     columns = draft_pb2.Proposals(sequences=[1], bases=[3], lengths=[2], token_ids=[7, 8], parents=parents)
-    with pytest.raises(ValueError, match=r"comes before|add up"):
+    with pytest.raises(ValueError, match=r"precedes|add up"):
         decode_reply(draft_pb2.SpeculateReply(proposals=columns))
 
 

@@ -64,7 +64,7 @@ class Runner:
     """A model runner as far as it is seen here."""
 
     def __init__(self, draft_address: str) -> None:
-        model = SimpleNamespace(max_model_len=MAX_MODEL_LEN, get_vocab_size=lambda: 100)
+        model = SimpleNamespace(max_model_len=MAX_MODEL_LEN, get_vocab_size=lambda: 100, served_model_name="m")
         scheduler = SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=64)
         config = SimpleNamespace(model_config=model, scheduler_config=scheduler)
         speculation = {"num_speculative_tokens": K, "draft_timeout_ms": 10_000}
@@ -80,7 +80,7 @@ class Runner:
         )
         if is_ours:
             coupling = Coupling(SamplingParams(), NoiseKey(1, 2), len(token_ids))
-            couplings_of(self.states.all_token_ids)[self.states.req_id_to_index[req_id]] = coupling
+            couplings_of(self.states.all_token_ids).put(self.states.req_id_to_index[req_id], coupling)
         self.states.apply_staged_writes()
 
     def step(self, **sampled: list[int]) -> Any:
