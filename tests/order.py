@@ -24,7 +24,7 @@ _TOGETHER: dict[str, tuple[float, tuple[str, ...]]] = {
         ),
     ),
     "the instruct model": (90.0, ("clients/",)),
-    "two of each": (90.0, ("test_failover.py", "test_faults.py", "test_several_targets.py")),
+    "two of each": (90.0, ("test_affinity.py", "test_failover.py", "test_faults.py", "test_several_targets.py")),
 }
 _SECONDS = {
     "tests/system/vllm/test_engines.py": 240.0,
