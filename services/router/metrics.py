@@ -59,18 +59,17 @@ class RouterMetrics:
             family = Histogram(name, documentation, ["model_name", "engine"], registry=registry, buckets=buckets)
             return family.labels(model_name, ROUTER_ENGINE)
 
+        def counter(name: str, documentation: str) -> Counter:
+            family = Counter(name, documentation, ["model_name", "engine"], registry=registry)
+            return family.labels(model_name, ROUTER_ENGINE)
+
         self.requests_running: Gauge = Gauge(
             "vllm:num_requests_running",
             "Requests in flight.",
             ["model_name", "engine"],
             registry=registry,
         ).labels(model_name, ROUTER_ENGINE)
-        self.prompt_tokens: Counter = Counter(
-            "vllm:prompt_tokens",
-            "Prompt tokens of answered requests.",
-            ["model_name", "engine"],
-            registry=registry,
-        ).labels(model_name, ROUTER_ENGINE)
+        self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of answered requests.")
         self.time_to_first_token = histogram(
             "vllm:time_to_first_token_seconds",
             "Time from a request's arrival to its first token.",
@@ -90,12 +89,9 @@ class RouterMetrics:
             "Time from the first token of a choice to its last, per token after the first: decoding alone.",
             _INTER_TOKEN_BUCKETS,
         )
-        self.prompt_tokens_cached: Counter = Counter(
-            "vllm:prompt_tokens_cached",
-            "Prompt tokens of answered requests that were in a target's prefix cache.",
-            ["model_name", "engine"],
-            registry=registry,
-        ).labels(model_name, ROUTER_ENGINE)
+        self.prompt_tokens_cached = counter(
+            "vllm:prompt_tokens_cached", "Prompt tokens of answered requests that were in a target's prefix cache."
+        )
         self.request_prompt_tokens = histogram(
             "vllm:request_prompt_tokens", "Prompt tokens of choices that have ended.", _TOKEN_BUCKETS
         )
