@@ -8,7 +8,7 @@ import numpy as np
 
 from cluster.config.speculation import SpeculationConfig
 from cluster.coordination.sequence import ActiveLink, Round, SpeculativeSequence
-from cluster.speculation.acceptance_model import FloatArray, PositionRates, SequenceAcceptance
+from cluster.speculation.acceptance_model import FloatArray, PositionRates, SequenceAcceptance, kind_of
 from cluster.speculation.depth import Candidate, NextStep, make_controller
 from cluster.speculation.drafts import is_chain
 from cluster.speculation.realised_gain import RealisedGain
@@ -85,7 +85,7 @@ class DepthPlanner:
 
     def rates(self, model: str, temperature: float) -> PositionRates:
         """Returns the acceptance of drafts by `model` at about this temperature, learned from all sequences."""
-        kind = model, round(4 * temperature) / 4
+        kind = model, kind_of(temperature)
         if kind not in self._rates:
             self._rates[kind] = PositionRates(self.max_depth)
             self._num_plans = 0

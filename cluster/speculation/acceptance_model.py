@@ -122,6 +122,11 @@ class SequenceAcceptance:
         return survival
 
 
+def kind_of(temperature: float) -> float:
+    """Returns the temperature, in steps of 0.25, of the sequences whose acceptance is learned together."""
+    return round(4 * temperature) / 4
+
+
 def own_rates(sequences: Sequence[SequenceAcceptance]) -> FloatArray:
     """Returns each sequence's acceptance by position, [sequences, depths], including all observed rounds."""
     shared = list({id(sequence.shared): sequence.shared for sequence in sequences}.values())

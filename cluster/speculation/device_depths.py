@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from cluster.speculation.acceptance_model import PositionRates, SequenceAcceptance, own_rates
+from cluster.speculation.acceptance_model import PositionRates, SequenceAcceptance, kind_of, own_rates
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -45,7 +45,7 @@ class DeviceDepths:
 
     def acceptance(self, temperature: float) -> SequenceAcceptance:
         """Returns the acceptance of a new sequence; the caller observes each round with it."""
-        kind = round(4 * temperature) / 4
+        kind = kind_of(temperature)
         if kind not in self._rates:
             self._rates[kind] = PositionRates(self.max_depth)
         return SequenceAcceptance(self._rates[kind])
