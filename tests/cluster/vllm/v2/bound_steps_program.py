@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import random
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tests.soak import length
+
+from .scheduled_engine import generate, read_request, start_engine
 
 MAX_TOKENS = length(12, 20)
 MAX_DRAFTS = 6
@@ -76,28 +77,14 @@ class Oracle:
 
 
 def main() -> None:
-    answers_to = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    from vllm import EngineArgs, LLMEngine
-    from vllm.v1.executor import Executor
+    from cluster.vllm.engine_args import carrier
 
-    from cluster.vllm.async_scheduler import AsyncRoundScheduler
-    from cluster.vllm.engine_args import COUPLED_SAMPLING, allow_bias, carrier
-    from cluster.vllm.sampling import EXTENSION
-
-    asked = json.loads(sys.stdin.readline())
-    allow_bias()
-    values = asked["engine"] | {"scheduler_cls": AsyncRoundScheduler, "worker_extension_cls": EXTENSION}
-    values |= {"logits_processors": [COUPLED_SAMPLING], "speculative_config": carrier(MAX_DRAFTS)}
-    config = EngineArgs(**values, async_scheduling=True, distributed_executor_backend="mp").create_engine_config()
-    assert config.scheduler_config.async_scheduling
-    engine = LLMEngine(config, Executor.get_class(config), log_stats=False)
-    engine.collective_rpc("install_bound_steps")
-    scheduler: Any = engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
-    vocab_size, expected = config.model_config.get_vocab_size(), None
+    asked, lines = read_request()
+    engine, scheduler = start_engine(asked["engine"] | {"speculative_config": carrier(MAX_DRAFTS)})
+    vocab_size, expected = engine.model_config.get_vocab_size(), None
     for way in WAYS:
         scheduler.rounds = oracle = Oracle(way, expected, vocab_size)
-        found = _generate(engine, asked["cases"], way)
+        found = generate(engine, way.name, asked["cases"], MAX_TOKENS, aborts=way.aborts)
         expected = expected or [found[index] for index in range(len(found))]
         told = {
             "way": way.name,
@@ -109,43 +96,8 @@ def main() -> None:
             "without_drafts": scheduler.num_without_drafts,
             "answers": expected,
         }
-        print(json.dumps(told), file=answers_to, flush=True)
+        print(json.dumps(told), file=lines, flush=True)
     os._exit(0)  # some of vLLM's threads would not end
-
-
-def _generate(engine: Any, cases: Sequence[dict[str, Any]], way: Way) -> dict[int, list[int]]:
-    from vllm import SamplingParams as VllmParams
-    from vllm.sampling_params import RequestOutputKind
-
-    from cluster.speculation.noise import NoiseKey
-    from cluster.speculation.params import SamplingParams
-    from cluster.vllm.coupling import Coupling
-
-    for index, case in enumerate(cases):
-        bias = tuple((int(token), value) for token, value in case["fields"].get("logit_bias", {}).items())
-        own = {name: value for name, value in case["fields"].items() if name != "logit_bias"}
-        coupling = Coupling(SamplingParams(**own, logit_bias=bias), NoiseKey.derive(index, 0), len(case["prompt"]))
-        params = VllmParams(
-            temperature=0.0,
-            max_tokens=MAX_TOKENS,
-            ignore_eos=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            logit_bias=dict(bias) or None,
-            extra_args={**coupling.to_extra_args(), "case": index},
-            **{name: value for name, value in own.items() if name.endswith("penalty")},
-        )
-        engine.add_request(f"{way.name} {index}", {"prompt_token_ids": case["prompt"]}, params)
-    answers: dict[int, list[int]] = {}
-    num_steps = 0
-    while engine.has_unfinished_requests():
-        num_steps += 1
-        if way.aborts and num_steps in (3, 6, 9):
-            engine.abort_request([f"{way.name} {num_steps // 3}"])
-        for output in engine.step():
-            if output.finished and len(output.outputs[0].token_ids) == MAX_TOKENS:
-                answers[int(output.request_id.rpartition(" ")[2])] = list(output.outputs[0].token_ids)
-    return answers
 
 
 if __name__ == "__main__":

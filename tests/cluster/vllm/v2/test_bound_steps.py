@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -12,7 +9,7 @@ import pytest
 from bench.workload import held_out_prompts
 from cluster.model_folder import resolve_model_folder
 
-from .environment import ROOT, environment
+from .scheduled_engine import run_program
 from .test_exactness import SAMPLING
 
 NUM_CASES = 8
@@ -41,18 +38,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
         {"prompt": prompt[: lengths[index % len(lengths)]], "fields": SAMPLING[index % len(SAMPLING)]}
         for index, prompt in enumerate(held_out_prompts(NUM_CASES, seed=3))
     ]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.cluster.vllm.v2.bound_steps_program"],
-        cwd=ROOT,
-        env={**environment(tmp_path_factory.mktemp("plugin")), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
-        input=json.dumps({"engine": ENGINE, "cases": cases}) + "\n",
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-        timeout=600,
-    )
-    assert done.returncode == 0, "the engine has ended; why is on stderr"
-    return {line["way"]: line for line in map(json.loads, done.stdout.splitlines())}
+    return run_program("bound_steps_program", {"engine": ENGINE, "cases": cases}, tmp_path_factory.mktemp("plugin"))
 
 
 @pytest.mark.parametrize("way", ["good", "random", "too few", "missing", "late"])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -12,7 +9,7 @@ import pytest
 from bench.workload import held_out_prompts
 from cluster.model_folder import resolve_model_folder
 
-from .environment import ROOT, environment
+from .scheduled_engine import run_program
 from .test_bound_steps import ENGINE, NUM_CASES
 from .test_exactness import SAMPLING
 
@@ -35,18 +32,9 @@ def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         "speculative_config": METHODS[request.param] | {"num_speculative_tokens": MAX_DRAFTS},
         "tensor_parallel_size": 1,  # the bundled draft has three heads
     }
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.cluster.vllm.v2.device_drafts_program"],
-        cwd=ROOT,
-        env={**environment(tmp_path_factory.mktemp("plugin")), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
-        input=json.dumps({"engine": ENGINE | own, "cases": cases}) + "\n",
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-        timeout=600,
+    return run_program(
+        "device_drafts_program", {"engine": ENGINE | own, "cases": cases}, tmp_path_factory.mktemp("plugin")
     )
-    assert done.returncode == 0, "the engine has ended; why is on stderr"
-    return {line["way"]: line for line in map(json.loads, done.stdout.splitlines())}
 
 
 @pytest.mark.parametrize("way", ["of one depth", "of several depths", "tried", "chosen", "padded"])
