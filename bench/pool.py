@@ -10,6 +10,9 @@ target's own GPUs, and with the bound, which assumes that drafting is hidden beh
 
 A parallel draft makes all k tokens in one step of n (1 + k) rows, in place of k steps of n. Its acceptance is taken
 to be the same at each position; in sampled text it falls (docs/DECISIONS.md).
+The bound leaves out prompts and the programs' own time. `--drafts free` shows what is left of it for a draft whose
+steps take no time: 0.79 at 8 streams and acceptance 0.8.
+
 All figures are per target. *planned* is what `outrider plan cluster` predicts for the case.
 
 With `--programs` each case also runs as programs in real time, one after the other: router, targets, draft worker, gRPC
@@ -48,6 +51,7 @@ from cluster.speculation.speed import expected_tokens
 
 TARGET, TARGET_GPUS = "70B", "4xA100-80"
 DRAFTS = {"1B": "1B", "1B-int4": "1B:int4", "0.5B": "0.5B", "parallel-1B": "1B"}
+FREE = "free"  # a draft whose steps take no time
 PROMPT_TOKENS, ANSWER_TOKENS = 128, 256
 _ROWS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096)
 _WARM_UP_SHARE = 0.3
@@ -73,7 +77,7 @@ class Case:
     @property
     def draft_curve(self) -> list[tuple[int, float]]:
         assert self.draft is not None
-        return self.curve(DRAFTS[self.draft], self.card)
+        return [(1, 0.0)] if self.draft == FREE else self.curve(DRAFTS[self.draft], self.card)
 
     @property
     def is_one_pass(self) -> bool:
@@ -94,9 +98,11 @@ class Case:
         )
 
     @property
-    def planned(self) -> float:
-        """Speedup over k = 0 that the planner predicts."""
+    def planned(self) -> float | None:
+        """Speedup over k = 0 that the planner predicts; None for a free draft."""
         assert self.draft is not None
+        if self.draft == FREE:
+            return None
         target, draft = (
             Roofline(PlannedModel.parse(model), parse_gpus(gpus))
             for model, gpus in ((TARGET, TARGET_GPUS), (DRAFTS[self.draft], self.card))
@@ -158,7 +164,7 @@ class Cell:
     k0: float
     beside: float  # tokens per second with the draft on the target's own GPUs
     bound: float  # times `k0`
-    planned: float  # times `k0`
+    planned: float | None  # times `k0`
     waiting_share: float
     draft_busy: float
     mean_k: float
@@ -258,6 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _row(cell: Cell) -> str:
     dollars = "" if cell.dollars_per_million is None else f"{cell.dollars_per_million:.2f}"
     plain = "" if cell.dollars_per_million_k0 is None else f"{cell.dollars_per_million_k0:.2f}"
+    planned = "–" if cell.planned is None else f"{cell.planned:.2f}"
     between = "–"
     if cell.p99_between_ms and cell.p99_between_k0_ms:
         between = f"{cell.p99_between_ms / cell.p99_between_k0_ms:.2f}"
@@ -266,7 +273,7 @@ def _row(cell: Cell) -> str:
     return (
         f"| {case.draft} | {case.card} | {case.delay_ms:g} | {case.targets} | {case.streams} | {case.acceptance:g} "
         f"| {cell.tokens_per_second:.0f} | {cell.gain:.2f} | {cell.tokens_per_second / cell.beside:.2f} "
-        f"| {cell.planned:.2f} | {cell.gain / cell.bound:.2f} | {cell.mean_k:.1f} "
+        f"| {planned} | {cell.gain / cell.bound:.2f} | {cell.mean_k:.1f} "
         f"| {cell.waiting_share:.0%} | {cell.draft_busy:.0%} | {between} | {dollars}, {plain} | {ran} |"
     )
 
