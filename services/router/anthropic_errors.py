@@ -1,4 +1,4 @@
-"""The envelope of errors in Anthropic's API, and the routes whose errors have it.
+"""The error envelope of Anthropic's API, and the routes that use it.
 
 {"type": "error", "error": {"type": ..., "message": ...}, "request_id": ...}
 """
@@ -25,7 +25,10 @@ def is_anthropic(path: str) -> bool:
 
 
 def anthropic_envelope(error: OutriderError, message: str, request_id: str | None = None) -> dict[str, Any]:
-    """Returns the body for `error`, whose bounded text is `message`. Without a `request_id` it has no such field."""
+    """Returns the error body for `error`, with the text `message`.
+
+    If `request_id` is None, the body has no such field.
+    """
     envelope = {"type": "error", "error": {"type": _type_of(error), "message": message}}
     return envelope if request_id is None else envelope | {"request_id": request_id}
 

@@ -1,4 +1,4 @@
-"""The router's routes, put together from a configuration."""
+"""Builds the router's ASGI application from a configuration."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ _PROBED_PATH = "/"  # probed by agents, with HEAD and without a key
 
 
 def create_app(config: Config) -> Starlette:
-    """Returns the ASGI application. Raises ConfigurationError.
+    """Returns the ASGI application for `config`.
 
     Its `state` has the parts that the operators' application needs: `switch`, `adapters`, `metrics`, `credentials`,
-    `health`. It also has `feed`, which must be closed before the server waits for its requests to end. The error means
-    that there is no tokenizer, no target to call, or an unreadable file of keys.
+    `health`. It also has `feed`, which must be closed before the server waits for its requests to end.
 
-    Targets need not be up: `/health` returns 503 until one is.
+    Targets need not be up: `/health` returns 503 until one is. Raises ConfigurationError if, for example, there is no
+    tokenizer, no target to call, or a key file is unreadable.
     """
     if not config.target.addresses:
         raise ConfigurationError("no target to call: set `target.addresses` to [host:port, ...]")
@@ -164,7 +164,7 @@ def create_app(config: Config) -> Starlette:
     app.state.adapters, app.state.health = AdapterCalls(serving.pool, model_id), health
     app.state.feed = serving.feed
     if origins := config.router.cors_allow_origins:
-        # Outermost, around the answer to an internal error too: without these headers a page cannot read the error.
+        # Wraps everything, including the answer to an internal error: without these headers a page cannot read it.
         app.middleware_stack = CORSMiddleware(
             app.build_middleware_stack(),
             allow_origins=origins,
@@ -188,7 +188,7 @@ def _hello(serving: Serving, template: ChatTemplate | None, question: str | None
 
 
 def _root() -> Route:
-    """Returns the route of probes at a router without a page."""
+    """Returns the route that answers probes of `/` on a router without a page."""
 
     async def answer(request: Request) -> Response:
         if request.method != "HEAD":
@@ -199,7 +199,10 @@ def _root() -> Route:
 
 
 def _information_routes(serving: Serving, health: Health, root: str) -> list[Route]:
-    """`root`: the configured name or path of the model."""
+    """Returns the routes that describe the model and the router.
+
+    `root`: the configured name or path of the model.
+    """
     created = int(time.time())
     version = importlib.metadata.version("outrider")
     pool = serving.pool

@@ -1,8 +1,8 @@
-"""HTTP errors: the kinds that only HTTP has, and the envelope of every failure.
+"""HTTP errors: the classes that only HTTP needs, and the envelope of every error.
 
     {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
 
-The routes of Anthropic's API have that API's envelope (`anthropic/envelope.py`).
+The routes of Anthropic's API use that API's envelope (`anthropic_errors.py`).
 Messages are bounded and quote at most an excerpt of what the user sent.
 """
 
@@ -26,8 +26,8 @@ from services.router.anthropic_errors import anthropic_envelope, is_anthropic
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_CHARACTERS = 500
-_NAMED_FIELDS = 5  # fields named in a log line
-CLIENT_CLOSED_REQUEST = 499  # nginx's code; it is counted, though no client receives it
+_NAMED_FIELDS = 5  # maximum number of fields that a log line names
+CLIENT_CLOSED_REQUEST = 499  # nginx's code; metrics and logs have it, but no client receives it
 
 _excerpts = reprlib.Repr()
 _excerpts.maxstring = _excerpts.maxlong = _excerpts.maxother = 60
@@ -77,7 +77,7 @@ class ModelNotFoundError(NotFoundError):
 
 
 class ContextLengthError(InvalidRequestError):
-    """A prompt, or a prompt and the tokens of its answer, exceed the model's context."""
+    """The prompt, or the prompt plus the requested answer, exceeds the model's context."""
 
     code = "context_length_exceeded"
 
@@ -90,7 +90,7 @@ class ContextLengthError(InvalidRequestError):
         max_tokens: int | None = None,
         max_model_len: int = 0,
     ) -> None:
-        """`max_tokens`: tokens of the answer; None: the prompt leaves no room for any."""
+        """`max_tokens`: requested tokens of the answer; None if the prompt leaves no room for one."""
         super().__init__(message, param=param)
         self.num_prompt_tokens = num_prompt_tokens
         self.max_tokens = max_tokens
@@ -103,12 +103,15 @@ def excerpt(value: object) -> str:
 
 
 def warn_of_unknown(names: Collection[str], what: str) -> None:
-    """Logs one line for all unknown fields of a request, or of a part of it (`what`)."""
+    """Logs one warning that names the ignored unknown fields, if there are any.
+
+    `what` introduces the names, for example "fields of a request:".
+    """
     warn_of(sorted(names), f"ignored the unknown {what}")
 
 
 def warn_of(names: Sequence[str], what: str) -> None:
-    """Logs one warning with `what` happened to `names`, parts of a request, if there are any."""
+    """Logs one warning with `what` and the first of `names`, if there are any."""
     if names:
         named = ", ".join(excerpt(name) for name in names[:_NAMED_FIELDS])
         more = f" and {len(names) - _NAMED_FIELDS} more" if len(names) > _NAMED_FIELDS else ""
@@ -116,20 +119,20 @@ def warn_of(names: Sequence[str], what: str) -> None:
 
 
 def bounded_message(error: OutriderError) -> str:
-    """Returns the message of `error`, cut to the length that is sent."""
+    """Returns the message of `error`, cut to MAX_MESSAGE_CHARACTERS."""
     message = error.message
     return message if len(message) <= MAX_MESSAGE_CHARACTERS else message[: MAX_MESSAGE_CHARACTERS - 3] + "..."
 
 
 def envelope_for(scope: Scope, error: OutriderError) -> dict[str, Any]:
-    """Returns the body of the answer with `error` to the request of `scope`."""
+    """Returns the error body for the request of `scope`, in the envelope of its API."""
     if is_anthropic(scope["path"]):
         return anthropic_envelope(error, bounded_message(error), scope.get("state", {}).get("request_id"))
     return envelope(error)
 
 
 def envelope(error: OutriderError) -> dict[str, Any]:
-    """Returns the body of OpenAI's API for `error`."""
+    """Returns the error body for `error` in OpenAI's envelope."""
     return {
         "error": {
             "message": bounded_message(error),
@@ -149,7 +152,7 @@ def error_response(error: OutriderError, headers: Mapping[str, str] | None = Non
 
 
 class _ErrorResponse(Response):
-    """Chooses the envelope by the path of the request, when it is sent."""
+    """An error response that chooses its envelope by the request's path when it is sent."""
 
     media_type = "application/json"
 
@@ -165,7 +168,10 @@ class _ErrorResponse(Response):
 
 
 def note_error(scope: Scope, error: OutriderError) -> None:
-    """Adds the kind of `error` to this request's log line; messages are omitted, as they quote the client's text."""
+    """Adds the type and param of `error` to this request's log line.
+
+    The message is omitted because it may quote the client's text.
+    """
     scope.setdefault("state", {})["error"] = {"error": error.error_type, "param": error.param}
 
 
@@ -206,7 +212,7 @@ def _from_framework(request: Request, error: HTTPException) -> OutriderError:
 
 
 def _hint(path: str) -> str:
-    """Returns the likely error in the base URL of a client that requested `path`."""
+    """Returns the likely mistake in the client's base URL, or "" if `path` suggests none."""
     if path.startswith("/v1/v1"):
         return ": the client's base URL ends with /v1, and the client adds another"
     if path.startswith("//"):
@@ -215,7 +221,7 @@ def _hint(path: str) -> str:
 
 
 def invalid_request(error: ValidationError) -> InvalidRequestError:
-    """Returns the first complaint of `error`, with the name of its field."""
+    """Converts the first complaint of `error`, naming its field."""
     complaint = error.errors(include_url=False)[0]
     location = complaint["loc"]
     param = str(location[0])

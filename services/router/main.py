@@ -1,4 +1,4 @@
-"""The router as a program."""
+"""Runs the router as a process: its listeners, servers and signals."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def run(config: Config) -> int:
     def stop(_: int, __: FrameType | None) -> None:
         server.should_exit = True
 
-    # While it runs the server has handlers of its own; after a clean shutdown it raises the signal again, and the
-    # default handlers would end the process with an error.
+    # uvicorn replaces these handlers while it runs. After a clean shutdown it restores them and raises the signal
+    # again, and Python's default handlers would end the process with an error.
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     host, port = listener.getsockname()[:2]
@@ -90,12 +90,12 @@ def warn_of_open_doors(config: Config) -> None:
 
 
 class _AdminServer(HttpServer):
-    """Runs in the event loop of the router's own server until it is stopped."""
+    """Serves the admin endpoints in the event loop of the router's own server."""
 
     def __init__(
         self, app: Starlette, connections: Connections, https: HttpsCertificate | None, listener: socket.socket
     ) -> None:
-        # Callers that send half a request are not waited for.
+        # Shutdown waits 1 s at most: a caller may have sent half a request.
         super().__init__(app, connections, https, lifespan="off", timeout_graceful_shutdown=1)
         self.listener = listener
 
@@ -151,7 +151,7 @@ class _Server(HttpServer):
             self.force_exit = True
             if self._admin is not None:
                 self._admin.should_exit = self._admin.force_exit = True
-            # It would report unfinished work as an error.
+            # uvicorn would report the unfinished requests as an error.
             logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
         super().handle_exit(sig, frame)
 
@@ -162,6 +162,6 @@ def _listen(host: str, port: int, setting: str) -> socket.socket:
         listener = socket.create_server((host, port), family=family, backlog=2048)
     except (OSError, OverflowError) as error:  # OverflowError: a port above 65535
         raise cannot_listen(f"{host}:{port}", error, f"set `{setting}`") from error
-    # Connections inherit it: not every event loop sets it, and without it a chunk is delayed by 40 ms.
+    # Connections inherit this option. Not every event loop sets it, and without it a chunk is delayed by 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener

@@ -1,6 +1,6 @@
 """Metrics of the router: its requests, and the cluster's totals of tokens and speculation.
 
-A metric has vLLM's name if vLLM has it, and else starts with `outrider_`.
+Metrics that vLLM has too keep its names; all others start with `outrider_`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 
 from cluster.telemetry.metrics import LATENCY_BUCKETS, TimeTally
 
-ROUTER_ENGINE = "router"  # vLLM's label `engine` on a router's page, which is of all its targets together
+ROUTER_ENGINE = "router"  # value of vLLM's label `engine` on a router's page, which covers all its targets
 
 _TOKEN_BUCKETS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 _CHOICE_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
@@ -43,7 +43,7 @@ class RouterMetrics:
           / rate(vllm:spec_decode_num_drafts_total[1m])
     Median time to the first token:
         histogram_quantile(0.5, sum by (le) (rate(vllm:time_to_first_token_seconds_bucket[1m])))
-    How many times faster requests decode that may be speculated for, while the switch divides them:
+    Decoding speedup of requests that may speculate, while the switch lets only a share of them:
         (rate(outrider_decode_tokens_total{speculation="on"}[5m])
           / rate(outrider_decode_seconds_total{speculation="on"}[5m]))
           / ignoring(speculation) (rate(outrider_decode_tokens_total{speculation="off"}[5m])
@@ -52,7 +52,7 @@ class RouterMetrics:
 
     def __init__(self, model_name: str) -> None:
         self.registry = registry = CollectorRegistry()
-        self.running_adapters: dict[str, int] = {}  # choices in flight with each
+        self.running_adapters: dict[str, int] = {}  # number of choices in flight, by adapter
         self._model_name = model_name
 
         def histogram(name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
@@ -169,7 +169,10 @@ class RouterMetrics:
         self.request_generation_tokens.observe(num_tokens)
 
     def count_running_adapter(self, name: str, change: int) -> None:
-        """`change`: 1 if a choice begins with the adapter, -1 if it ends."""
+        """Adjusts the number of choices in flight with the adapter `name`.
+
+        `change`: 1 when a choice begins, -1 when it ends.
+        """
         number = self.running_adapters.get(name, 0) + change
         if number > 0:
             self.running_adapters[name] = number
@@ -185,11 +188,11 @@ class RouterMetrics:
         self._by_adapter.labels(self._model_name, name).inc()
 
     def count_move(self, reason: str) -> None:
-        """Counts one sequence whose target could not go on."""
+        """Counts one sequence that moved to another target because of `reason`."""
         self._moved.labels(self._model_name, reason).inc()
 
     def count_decode(self, num_tokens: int, seconds: float, *, may_speculate: bool) -> None:
-        """Counts a choice that has ended, `num_tokens` and `seconds` after its first token."""
+        """Counts an ended choice that decoded `num_tokens` in `seconds` after its first token."""
         if num_tokens > 0:
             self.time_per_output_token.observe(seconds / num_tokens)
             kind = "on" if may_speculate else "off"
@@ -202,9 +205,9 @@ class RouterMetrics:
 
 
 class TokenTally(Collector):
-    """Counts every chunk and round in plain numbers, because counters with locks cost many times that.
+    """Counts tokens and rounds in plain numbers. Not thread-safe.
 
-    Belongs to one thread.
+    It is updated for every chunk and round, where Prometheus counters with their locks would cost many times more.
     """
 
     def __init__(self, model_name: str) -> None:
@@ -217,7 +220,10 @@ class TokenTally(Collector):
         self._gaps = TimeTally(_INTER_TOKEN_BUCKETS)
 
     def count_tokens(self, num_tokens: int, seconds: float | None) -> None:
-        """Counts tokens that came together, `seconds` after the previous ones; None: the first of a choice."""
+        """Counts `num_tokens` tokens of one choice that arrived together.
+
+        `seconds`: time since the previous arrival; None for the first tokens of a choice.
+        """
         self._num_tokens += num_tokens
         if seconds is not None:
             self._gaps.observe(seconds)

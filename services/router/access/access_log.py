@@ -45,7 +45,7 @@ class RequestRecord:
     finish_reasons: Counter[str] = field(default_factory=Counter)  # reasons of its choices
 
     def count_tokens(self, count: int, at: float) -> None:
-        """`at`: time.perf_counter."""
+        """Counts `count` generated tokens that arrived at `at`, in seconds (time.perf_counter)."""
         self.num_generated_tokens += count
         if self.first_token_at is None:
             self.first_token_at = at
@@ -55,7 +55,7 @@ class RequestRecord:
         self.num_accepted_tokens += num_accepted_tokens
 
     def fields(self) -> dict[str, Any]:
-        """Returns the fields of the log line by name, without those that the request did not reach."""
+        """Returns the fields of the log line by name; fields without a value are omitted."""
         found: dict[str, Any] = {
             "id": self.id,
             "model": self.model,
@@ -85,7 +85,7 @@ def record_of(scope: Mapping[str, Any]) -> RequestRecord:
 
 
 class AccessLog:
-    """Wraps everything that answers a request, inside the middleware that assigns its ID."""
+    """Middleware that logs each request when it ends; must be inside `RequestIds`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -105,7 +105,7 @@ class AccessLog:
 
 
 def _fields(scope: Scope, status: int | None, record: RequestRecord) -> dict[str, Any]:
-    """`status`: the status that was sent; None: none."""
+    """Returns the fields of the log line. `status`: HTTP status that was sent, if any."""
     state, caller, client = scope["state"], caller_of(scope), scope.get("client")
     fields = {
         "request_id": request_id_of(scope),

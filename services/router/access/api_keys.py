@@ -4,8 +4,8 @@
     alice:sk-5f1d...
     batch:sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08
 
-A name may have several keys, the old and the new while one replaces the other: they share its limits. Keys are kept
-as their SHA-256 only, and no message quotes one.
+A name may have several keys, for example an old and a new one during a rotation; they share the limits of the name.
+Only the SHA-256 of each key is kept in memory, and no message quotes a key.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SHORT_KEY = 16  # characters; a shorter one can be guessed
 
 class ApiKeys:
     def __init__(self, path: str, setting: str) -> None:
-        """Raises ConfigurationError naming `setting`."""
+        """Reads the file at `path`. Raises ConfigurationError, which names `setting`."""
         self._path = path
         self._setting = setting
         self._watch = FileWatch([path], settles=True)
@@ -41,9 +41,10 @@ class ApiKeys:
             raise ConfigurationError(f"{setting}: {_explain(path, error)}") from error
 
     def name_of(self, key: bytes) -> str | None:
-        """Returns the name of `key`; None if it is unknown. Takes the same time for every wrong key.
+        """Returns the name of `key`; None if it is unknown.
 
-        The table is searched for a digest, whose beginning a caller cannot choose; candidates are compared as a whole.
+        Takes the same time for every wrong key: the table is keyed by the first bytes of the digest, which a caller
+        cannot choose, and candidates are compared in constant time.
         """
         digest = hashlib.sha256(key).digest()
         for known, name in self._names.get(digest[:8], ()):

@@ -18,7 +18,8 @@ class Caller:
     sees_workers: bool = False  # whether it may see the workers' addresses
 
 
-# Key of the current task's request. The code that counts tokens is far below the code that reads headers.
+# Name of the key of the current task's request. It is a context variable because the code that counts tokens is far
+# below the code that reads headers.
 current_key: ContextVar[str | None] = ContextVar("current_key", default=None)
 
 
@@ -29,7 +30,7 @@ def caller_of(scope: Mapping[str, Any]) -> Caller | None:
 
 
 def is_still_let_in(scope: Mapping[str, Any]) -> bool:
-    """Returns True if the key of the request of `scope` is still valid, for answers that last for hours."""
+    """Returns whether the request's key is still valid. Answers that last for hours check this."""
     ask: Callable[[], object] | None = scope.get("state", {}).get("ask_again")
     return ask is None or ask() is not None
 

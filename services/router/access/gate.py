@@ -8,7 +8,7 @@
 | launcher | a key that it made for itself; the router has its hash | GET /health and /metrics |
 | anybody | nothing | probes: is the router alive, can it serve; the files of the page |
 
-A refused request gets the reason before any of its body is read, and a line in the log.
+A request is refused before its body is read. The answer gives the reason, and the audit log gets a line.
 """
 
 from __future__ import annotations
@@ -55,7 +55,10 @@ class Credentials:
         *,
         is_private: bool = False,
     ) -> None:
-        """`is_private`: only this machine reaches the public address, so its clients may be operators too."""
+        """`is_private`: only this machine reaches the public address.
+
+        Its callers may then see the workers' addresses, unless operators or clients have keys.
+        """
         self._clients = clients
         self._own_operators = operators
         self._open = Caller("", "client", sees_workers=is_private and operators is None)
@@ -86,7 +89,7 @@ class Credentials:
         await asyncio.gather(*(keys.follow() for keys in files))
 
     def public(self, key: bytes | None, path: str) -> Caller | None:
-        """Returns the caller of the public address with `key`; None: `path` is not allowed."""
+        """Returns the caller with `key` at the public address; None: `path` is not allowed."""
         if self._clients is None:
             return self._open if path != _METRICS or self._metrics_token is None else self._scraper(key, path)
         if key is None:
@@ -97,7 +100,7 @@ class Credentials:
         return self._scraper(key, path) or self._launcher(key, path)
 
     def admin(self, key: bytes | None, path: str) -> Caller | None:
-        """Returns the caller of the admin address with `key`; None: `path` is not allowed."""
+        """Returns the caller with `key` at the admin address; None: `path` is not allowed."""
         if self._operators is None:
             return _OPEN if path != _METRICS or self._metrics_token is None else self._scraper(key, path)
         if key is None:
@@ -146,7 +149,7 @@ class Gate:
             key = bearer_of(scope)
             caller = self._credentials.public(key, path)
         except InvalidApiKeyError as error:
-            # Without configured keys the header is not read.
+            # Without configured keys a malformed header does not matter.
             key, caller, refusal = None, self._credentials.public(None, path), error
         else:
             refusal = InvalidApiKeyError(_reason(key))
@@ -197,7 +200,7 @@ class AdminGate:
         try:
             await self._app(scope, receive, noted)
         finally:
-            if caller.role != "scraper":  # a scraper calls all the time, and changes nothing
+            if caller.role != "scraper":  # scrapers call every few seconds and change nothing
                 audit.info("audit: answered %d: %s", noted.status or 500, describe_call(scope, caller.name))
 
 
@@ -222,7 +225,7 @@ def bearer_of(scope: Scope) -> bytes | None:
 
 
 async def refuse(error: OutriderError, scope: Scope, receive: Receive, send: Send, name: str = "") -> None:
-    """Answers with `error` and logs a line, which quotes all text that the caller could choose."""
+    """Answers with `error` and logs an audit line, in which the caller's text is escaped."""
     audit.warning("audit: refused %d: %s: %s", error.http_status, describe_call(scope, name), error.message)
     headers = {"www-authenticate": "Bearer"} if error.http_status == 401 else {}
     await error_response(error, headers)(scope, receive, send)

@@ -1,4 +1,4 @@
-"""Limits of each key at this router: requests in a minute, and requests at once."""
+"""Limits of each key at this router: requests per minute, and concurrent requests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ class KeyLimits:
 
     @contextmanager
     def entered(self, name: str) -> Iterator[None]:
-        """Counts a request of `name` while it runs. Raises RateLimitError; a refused request is not counted."""
+        """Counts a request of `name` while it runs.
+
+        Raises RateLimitError if a limit is reached; the refused request is not counted.
+        """
         num_running = self._num_running.get(name, 0)
         if self._max_requests is not None and num_running >= self._max_requests:
             raise RateLimitError(

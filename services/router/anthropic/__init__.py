@@ -1,1 +1,1 @@
-"""POST /v1/messages: Anthropic's form of a chat."""
+"""POST /v1/messages: Anthropic's chat API."""

@@ -1,4 +1,4 @@
-"""The content blocks of an answer, and the events that report them as they come."""
+"""The content blocks of an answer, and the stream events that report them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ContentBlocks:
 
     def __init__(self) -> None:
         self._blocks: list[Block] = []
-        self._is_open = False  # the last block
+        self._is_open = False  # whether the last block may still grow
         self._pieces: list[str] = []  # text of the open block
 
     @property
@@ -91,9 +91,10 @@ def _delta(kind: str, text: str) -> dict[str, str]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Returns the object in the JSON text `arguments`. If it is cut off, the object has only the complete values.
+    """Returns the object in the JSON text `arguments` of a call.
 
-    Arguments that are not a JSON object, or that JSON cannot represent, become the text of the object's only field.
+    If the text is cut off, its incomplete values are dropped. Text that is not a JSON object, or that has NaN or
+    Infinity, becomes the only field, `arguments`.
     """
     try:
         value = from_json(arguments or "{}", allow_partial=True)

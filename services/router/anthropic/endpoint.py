@@ -1,4 +1,4 @@
-"""The routes of messages."""
+"""The routes of Anthropic's Messages API."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Messages(ChatCompletions):
             raise InvalidRequestError(_context_message(error), param=error.param) from error
 
     async def count_tokens(self, http_request: Request) -> Response:
-        """Answers with the number of tokens of the prompt that the request would have."""
+        """Answers with the number of prompt tokens that the request would have."""
         body = await read_json_body(http_request, self._serving.max_body_bytes)
         request = await run_in_thread_if_large(len(body), lambda: to_chat(to_json_object(body), CountTokensRequest))
         self._serving.check_model(request.model)

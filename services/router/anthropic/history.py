@@ -19,18 +19,18 @@ from services.router.chat.messages import (
 from services.router.errors import warn_of
 
 _ROLES = ("user", "assistant", "system")
-# Blocks of one role only.
+# Types of blocks that only one role may have.
 _OWNERS = {"tool_result": "user", "tool_use": "assistant", "thinking": "assistant", "redacted_thinking": "assistant"}
-# Blocks whose content the model would need and cannot read.
+# Types of blocks that are refused: the answer depends on their content, and the model cannot read it.
 _REFUSED = frozenset({"image", "document", "search_result", "container_upload"})
-_EMPTY_ERROR = "Error"  # text of a failed tool result without any
+_EMPTY_ERROR = "Error"  # text of a failed tool result that has none
 
 
 def to_chat_messages(system: object, value: object) -> list[Message]:
     """Returns the messages of the chat. Raises InvalidRequestError naming the message and the block.
 
-    Consecutive messages of one role are one turn. Blocks of other types, such as calls of tools that Anthropic's
-    servers run, are left out, with one warning in the log.
+    Consecutive messages of one role are merged into one. Blocks of unsupported types, such as calls of tools that
+    Anthropic's servers run, are left out, with one warning in the log.
     """
     conversation = _Conversation()
     if system is not None:
@@ -45,7 +45,7 @@ def to_chat_messages(system: object, value: object) -> list[Message]:
 
 
 def continues(messages: list[Message]) -> bool:
-    """Returns True if the answer continues the last of `messages`, which is text of the assistant."""
+    """Returns whether the last of `messages` is the assistant's text, which the answer then continues."""
     last = messages[-1] if messages else {}
     return (
         last.get("role") == "assistant"
@@ -162,7 +162,7 @@ class _Conversation:
         turn["content"].extend(parts_of(content))
 
     def _turn(self, role: str) -> Message:
-        """Returns the last message if it is one of `role`, else a new one."""
+        """Returns the last message if its role is `role`, else a new one."""
         if not self.messages or self.messages[-1]["role"] != role:
             self.messages.append({"role": role, "content": None})
         return self.messages[-1]

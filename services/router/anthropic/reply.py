@@ -70,7 +70,7 @@ class MessagesReply(Reply):
             progress.stop_reason, progress.stop_sequence = self._stop_reason(piece)
 
     def _stop_reason(self, last: Piece) -> tuple[str, str | None]:
-        """Returns the reason for which the answer ends with `last`, and the stop sequence if it is one."""
+        """Returns why the answer ends with `last`, and the stop sequence if one ended it."""
         if last.finish_reason == "length":
             return "max_tokens", None
         if isinstance(last.stop_reason, str):

@@ -1,4 +1,4 @@
-"""A request for a message, and the corresponding chat request."""
+"""Converts a request of Anthropic's Messages API to a chat request."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from services.router.errors import excerpt, invalid_request, warn_of_unknown
 # Fields with the same meaning in a chat, which validates them.
 PASSED_ON = ("model", "stream", "temperature", "top_p", *EXTENSIONS)
 
-# About the caller, or about caches and speed.
+# Fields about the caller, caches or speed: any value is accepted.
 _IGNORED = IGNORED_FIELDS | {"cache_control", "inference_geo", "speed"}
 
 _THINKS = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
 
-# Names of fields of a chat, and their names here.
+# Chat fields, and their names in the Messages API.
 _NAMES = {"stop": "stop_sequences", "response_format": "output_config"}
 
 
 class CountTokensRequest(BaseModel):
-    """The fields of a request that make its prompt."""
+    """The fields of a request that determine its prompt."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -41,7 +41,7 @@ class CountTokensRequest(BaseModel):
 
 
 class MessagesRequest(CountTokensRequest):
-    """The fields that are not passed on to the chat as they are."""
+    """The fields of a request except those that the chat takes unchanged."""
 
     max_tokens: MaxTokens
     stop_sequences: list[str] = []
@@ -85,7 +85,10 @@ def _chat_fields(request: CountTokensRequest) -> dict[str, Any]:
 
 
 def _enable_thinking(thinking: Mapping[str, Any]) -> bool | None:
-    """Returns the template's variable. A budget of tokens is not enforced."""
+    """Returns the template variable `enable_thinking`; None if `thinking` is empty.
+
+    A token budget is not enforced. Raises InvalidRequestError if the type is unknown.
+    """
     if not thinking:
         return None
     kind = thinking.get("type")
@@ -113,7 +116,7 @@ def _response_format(config: Mapping[str, Any]) -> object:
 
 
 def _renamed(error: InvalidRequestError) -> InvalidRequestError:
-    """Returns `error` of a chat with the names that its fields have here."""
+    """Returns `error` with the names of chat fields replaced by those of the Messages API."""
     param, message = error.param or "", error.message
     if param == "tools":
         message = message.replace(".function.parameters", ".input_schema", 1).replace(".function.", ".", 1)

@@ -12,10 +12,11 @@ _MODES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def to_chat_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
-    """Returns the client's tools among `tools` as functions; the chat checks them.
+    """Returns the tools that the client runs, as functions; the chat request checks them.
 
     Tools of other types are run by Anthropic's servers, or have schemas that only Anthropic's models know. They are
-    left out, and the log has one warning that lists the types. Raises InvalidRequestError.
+    left out, with one warning in the log. Raises InvalidRequestError if an entry is not an object or its type is not a
+    string.
     """
     functions = []
     left_out: set[str] = set()
@@ -33,7 +34,7 @@ def to_chat_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def to_chat_tool_choice(choice: Mapping[str, Any]) -> object:
-    """Returns the choice as a chat has it. Raises InvalidRequestError."""
+    """Converts `choice` to a chat's `tool_choice`. Raises InvalidRequestError if it is malformed."""
     kind = choice.get("type")
     if kind == "tool" and isinstance(choice.get("name"), str):
         return {"type": "function", "function": {"name": choice["name"]}}
@@ -46,7 +47,7 @@ def to_chat_tool_choice(choice: Mapping[str, Any]) -> object:
 
 
 def allows_parallel_calls(choice: Mapping[str, Any]) -> bool:
-    """Returns whether an answer may have several calls. Raises InvalidRequestError."""
+    """Returns whether an answer may have several calls. Raises InvalidRequestError if it is malformed."""
     disabled = choice.get("disable_parallel_tool_use")
     if not isinstance(disabled, bool | None):
         raise InvalidRequestError(

@@ -14,12 +14,12 @@ from services.router.output.speculation_stats import SpeculationStats
 
 @dataclass(frozen=True)
 class Answer:
-    """Pieces of all choices, and the form in which they are written."""
+    """The pieces of all choices, and the reply that formats them."""
 
     reply: Reply
     pieces: AsyncGenerator[tuple[int, Piece], None]
     num_choices: int
-    prompt_lens: Sequence[int]  # of each prompt; its choices share it
+    prompt_lens: Sequence[int]  # tokens of each prompt, which its choices share
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -30,7 +30,10 @@ class Answer:
         return self.prompt_lens[index * len(self.prompt_lens) // self.num_choices]
 
     def num_cached_tokens(self, index: int, choice: Piece) -> int:
-        """Returns the cached tokens of the prompt of `choice`; choices that share a prompt report them on the first."""
+        """Returns the number of cached prompt tokens that `choice` reports.
+
+        Of the choices that share a prompt only the first reports them; the others return 0.
+        """
         return choice.num_cached_tokens if index * len(self.prompt_lens) % self.num_choices == 0 else 0
 
     async def whole(self) -> dict[str, Any]:
@@ -51,7 +54,7 @@ class Answer:
         reply = self.reply
         num_tokens, num_cached_tokens, num_reasoning_tokens = ([0] * self.num_choices for _ in range(3))
         speculation: SpeculationStats | None = None  # statistics of the only choice
-        started: set[int] = set()  # number of choices
+        started: set[int] = set()  # indices of the choices that have had a piece
         async with contextlib.aclosing(self.pieces) as pieces:
             async for index, piece in pieces:
                 num_tokens[index] += len(piece.token_ids)

@@ -59,13 +59,14 @@ class Serving:
     sampling_defaults: Mapping[str, Any]  # default values of missing fields
 
     def with_defaults(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Returns the `fields` of a request with the defaults of those that it leaves open."""
+        """Returns `fields` without nulls, plus the sampling defaults of missing fields."""
         return {**self.sampling_defaults, **{name: value for name, value in fields.items() if value is not None}}
 
     def check_model(self, model: str | None) -> AdapterRef | None:
-        """Returns the adapter that `model` names; None: the served model, also if `model` is omitted.
+        """Returns the adapter that `model` names; None for the served model or None.
 
-        Raises ModelNotFoundError, or UnavailableError for an adapter that only targets have which cannot answer now.
+        Raises ModelNotFoundError if no target has it, and UnavailableError if none of the targets that have it can
+        answer now.
         """
         if model in (None, self.model_id):
             return None
@@ -83,8 +84,8 @@ class Serving:
 @dataclass(frozen=True)
 class _Prompts:
     token_ids: list[list[int]]
-    conversations: list[ConversationKey]  # of each prompt
-    echoes: list[str]  # what the text of each prompt's choices begins with; "" without `echo`
+    conversations: list[ConversationKey]  # one for each prompt
+    echoes: list[str]  # text that each prompt's choices begin with; "" without `echo`
 
 
 class ApiEndpoint(abc.ABC, Generic[R]):
@@ -107,15 +108,15 @@ class ApiEndpoint(abc.ABC, Generic[R]):
         return None
 
     def _grammar(self, request: R, reader: Reader | None) -> Grammar | None:
-        """Returns the constraint of an answer's text."""
+        """Returns the grammar of an answer's text; None if the text is free."""
         return request.grammar
 
     def _reply(self, request: R, reader: Reader | None, **frame: Any) -> Reply:
-        """Returns the reply to `request`; `frame`: the fields that every reply has."""
+        """Returns the reply to `request`. `frame`: arguments that every reply takes."""
         return self.reply_type(**frame)
 
     def _shown_special_tokens(self, request: R) -> Collection[int]:
-        """Returns the special tokens that are needed to read the answer, and so stay in its text."""
+        """Returns the special tokens that stay in the answer's text because its reader needs them."""
         return ()
 
     def _turn_end_ids(self, request: R) -> frozenset[int]:
@@ -123,7 +124,7 @@ class ApiEndpoint(abc.ABC, Generic[R]):
         return frozenset()
 
     async def create(self, http_request: Request) -> Response:
-        """Answers `http_request`. Raises OutriderError; then nothing is left running."""
+        """Answers `http_request`. If it raises OutriderError, nothing is left running."""
         observer = AnswerObserver(http_request.scope, self._serving.metrics, self._serving.feed)
         request, adapter, num_bytes = await self._read(http_request)
         prompts = await self._tokenize(http_request.scope, request, num_bytes)
@@ -140,12 +141,16 @@ class ApiEndpoint(abc.ABC, Generic[R]):
         request = await run_in_thread_if_large(
             len(body), lambda: self._parse(serving.with_defaults(to_json_object(body)))
         )
-        if request.model not in (None, serving.model_id):  # only targets know the adapters
+        if request.model not in (None, serving.model_id):  # may name an adapter, which only targets can list
             await serving.pool.wait_out_change()
         return request, serving.check_model(request.model), len(body)
 
     async def _tokenize(self, scope: Scope, request: R, num_bytes: int) -> _Prompts:
-        """Returns the prompts of `request`, which fit the router's budget of prompt tokens and are cut as it asks."""
+        """Tokenises the prompts of `request`, and truncates them as it asks.
+
+        Takes their tokens from the router's budget of prompt tokens. Raises InvalidRequestError or OverloadedError if
+        they do not fit.
+        """
         serving = self._serving
         prompts = await run_in_thread_if_large(num_bytes, lambda: self._encode(request))
         serving.budget.take(scope, sum(map(len, prompts)), request.prompt_field)
@@ -169,7 +174,11 @@ class ApiEndpoint(abc.ABC, Generic[R]):
         )
 
     def _echoes(self, request: R, prompts: list[list[int]], vocab_size: int) -> list[str]:
-        """Returns the text that the choices of each prompt begin with. Raises InvalidRequestError for bad tokens."""
+        """Returns the text that the choices of each prompt begin with.
+
+        It is the prompt's text if the request has `echo`, else "". Raises InvalidRequestError if a token is not in the
+        vocabulary.
+        """
         if not request.has_echo:
             return [""] * len(prompts)
         for prompt in prompts:
@@ -180,7 +189,7 @@ class ApiEndpoint(abc.ABC, Generic[R]):
     def _start(
         self, request: R, prompts: _Prompts, adapter: AdapterRef | None, request_id: str, observer: AnswerObserver
     ) -> Answer:
-        """Starts the choices of `request`. Raises InvalidRequestError if it is beyond the targets' limits."""
+        """Starts the choices of `request`. Raises InvalidRequestError if it exceeds the targets' limits."""
         limits = self._serving.pool.limits()
         reader = self._reader(request, prompts.token_ids[0])
         reply = self._new_reply(request, reader, request_id, adapter, limits.fingerprint)
@@ -267,5 +276,5 @@ class ApiEndpoint(abc.ABC, Generic[R]):
 
 
 def draw_seed() -> int:
-    """Returns a seed for a request without one, of 53 bits, which a JavaScript client's JSON can represent."""
+    """Returns a random seed of 53 bits: JavaScript clients cannot represent larger integers exactly."""
     return secrets.randbits(53)

@@ -1,4 +1,4 @@
-"""Generates choices on targets: token IDs arrive from a target, pieces of text leave for the client."""
+"""Generates choices: converts the token IDs of a target to pieces for the client."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ async def generate(
 ) -> AsyncGenerator[Piece, None]:
     """Yields the pieces of one choice, which starts when it has a place in `window`.
 
-    If its target is lost, another goes on within `max_pause_seconds`. Ends after a piece with a finish reason or with
-    an OutriderError. Closing it frees the sequence.
+    If its target is lost, another one continues it, for which it waits up to `max_pause_seconds`. Ends after a piece
+    with a finish reason, or raises OutriderError. Closing the generator frees the sequence on its target.
     """
     prompt_logprobs = TokenLogprobs(request.num_prompt_logprobs or 0)
     running = run_anywhere(pool, request, max_pause_seconds, observer, lambda: window.has_begun)
@@ -69,11 +69,12 @@ async def generate(
 
 
 async def interleave(sequences: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[tuple[int, Piece], None]:
-    """Runs all `sequences` at once and yields their pieces as they come, each with the index of its sequence.
+    """Runs all `sequences` at once and yields their pieces as they come.
 
-    The first error of one ends them all and is raised. Closing it closes them all.
+    Each piece comes with the index of its sequence. The first error in any sequence ends all of them and is raised.
+    Closing the generator closes all of them.
     """
-    if len(sequences) == 1:  # no separate task, which every stream of one choice would pay for
+    if len(sequences) == 1:  # saves most streams the cost of a separate task
         async with contextlib.aclosing(sequences[0]) as pieces:
             async for piece in pieces:
                 yield 0, piece

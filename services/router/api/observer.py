@@ -32,7 +32,7 @@ class AnswerObserver:
         self.key = current_key.get()  # name of the API key; None: the router has no keys
         self.record = record_of(scope)
         self.trace = AnswerTrace(span_of(scope), time.perf_counter())
-        self.has_failed = False  # whether a choice has: that ends the others
+        self.has_failed = False  # whether a choice has failed, which ends the others
 
     def begin(
         self,
@@ -58,7 +58,10 @@ class ChoiceObserver:
     """Observes one choice of an answer; entered while the choice runs."""
 
     def __init__(self, answer: AnswerObserver, request: ChoiceRequest, *, counts_prompt: bool) -> None:
-        """`counts_prompt`: True for one of the choices that share a prompt."""
+        """`counts_prompt`: whether to count the prompt's tokens.
+
+        True for exactly one of the choices that share a prompt.
+        """
         self.span = answer.trace.span
         self.speculation = SpeculationStats()
         self._answer = answer

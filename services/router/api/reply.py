@@ -50,7 +50,7 @@ class Reply(abc.ABC):
     include_usage: bool = False  # a stream reports its usage at its end; until then it is null
     continuous_usage: bool = False  # if true, every chunk reports the usage of its choice so far
     logprobs: LogprobsFormat | None = None  # whether choices have the log-probabilities of their tokens
-    has_echo: bool = False  # whether choices begin with their prompts, and their tokens too
+    has_echo: bool = False  # whether the text and tokens of a choice begin with those of its prompt
     num_logprobs: int = 0
     num_prompt_logprobs: int | None = None  # reported separately, as by vLLM
 
@@ -60,18 +60,21 @@ class Reply(abc.ABC):
 
     @abc.abstractmethod
     def chunks(self, index: int, piece: Piece, usage: Usage | None, *, is_first: bool) -> Iterator[dict[str, Any]]:
-        """Yields the objects of a streamed answer for a piece of the choice `index`, if any.
+        """Yields the JSON objects of a streamed answer for `piece` of choice `index`, if any.
 
-        `usage` is that of the choice so far, with this piece; None unless every chunk has it (`continuous_usage`).
+        `usage`: usage of the choice so far, including `piece`; None unless `continuous_usage` is set.
         """
 
     @abc.abstractmethod
     def event(self, value: Mapping[str, Any]) -> bytes:
-        """Returns one of `chunks` in the form that is sent."""
+        """Returns `value`, one of `chunks`, as a server-sent event."""
 
     @abc.abstractmethod
     def ending(self, usage: Usage, speculation: SpeculationStats | None) -> Iterator[bytes]:
-        """Yields the events that end a streamed answer; `speculation`: that of its only choice, if it has one."""
+        """Yields the events that end a streamed answer.
+
+        `speculation`: statistics of its only choice; None if it has several.
+        """
 
     @abc.abstractmethod
     def failure(self, error: OutriderError) -> bytes:
@@ -114,7 +117,10 @@ class ChoicesReply(Reply):
         return event(envelope(error))
 
     def usage_chunk(self, usage: Usage, speculation: SpeculationStats | None) -> dict[str, Any]:
-        """Returns the last object of a streamed answer with usage; `speculation`: that of its only choice, if any."""
+        """Returns the last object of a streamed answer that reports its usage.
+
+        `speculation`: statistics of its only choice; None if it has several.
+        """
         return self._frame(self.chunk_object, []) | {"usage": usage.to_json()} | _metrics(speculation)
 
     @abc.abstractmethod
@@ -132,7 +138,7 @@ class ChoicesReply(Reply):
         return self.logprobs.prompt(prompt.token_ids, scores)
 
     def _stop(self, choice: Piece) -> dict[str, Any]:
-        """Returns vLLM's fields for the reason why a choice ended, if a requested stop token or string ended it."""
+        """Returns vLLM's field `stop_reason`, if a requested stop token or string ended the choice."""
         return {} if choice.stop_reason is None else {"stop_reason": choice.stop_reason}
 
     def _with_extras(
@@ -164,7 +170,10 @@ class ChoicesReply(Reply):
 
 
 def _metrics(speculation: SpeculationStats | None) -> dict[str, Any]:
-    """Returns vLLM's field of that name, which its load generators read, for an answer of one choice with drafts."""
+    """Returns vLLM's field `metrics`, which its load generators read.
+
+    Returns no field if there are no statistics, or if no round had drafts.
+    """
     if speculation is None or not speculation.num_drafts:
         return {}
     return {"metrics": {"speculative_decoding": speculation.to_vllm()}}

@@ -1,8 +1,8 @@
-"""Base of the requests of all endpoints: their fields, and how a body becomes a request.
+"""Base of the requests of all endpoints: their fields, and the parsing of bodies.
 
-A field of a request is checked strictly: no "0.5" and no true for a number. A field among its
-`unsupported_fields` is known but not served yet: anything but its default is refused. Any other field is
-ignored with a warning. `null` is the same as leaving a field out.
+Types are checked strictly: "0.5" and true are not numbers. Fields in `unsupported_fields` are known but not served
+yet, so any value except the default is refused. Unknown fields are ignored with a warning. `null` is the same as
+leaving a field out.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARACTERS = 256
 MAX_ALLOWED_TOKENS = 1_000_000
 
-# Fields of OpenAI or vLLM that are not served yet, with the values that ask for nothing and are accepted.
+# Fields of OpenAI or vLLM that are not served yet, with the values that have no effect and are accepted.
 UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "use_beam_search": (False,),
@@ -105,7 +105,7 @@ class StreamOptions(BaseModel):
 
 
 class ApiRequest(BaseModel, abc.ABC):
-    """A request whose fields are within the bounds of all models; the model's limits are checked later."""
+    """A request that some model could answer; the served model's limits are checked later."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, frozen=True)
 
@@ -199,12 +199,12 @@ class ApiRequest(BaseModel, abc.ABC):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Number of likeliest tokens to report with each token of the answer; None: no log-probabilities."""
+        """Number of likeliest tokens to report per answer token; None: no log-probabilities."""
         return None
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """The same number for the prompt's tokens."""
+        """Number of likeliest tokens to report per prompt token; None: no log-probabilities."""
         return self.prompt_logprobs
 
     @property
@@ -218,12 +218,12 @@ class ApiRequest(BaseModel, abc.ABC):
 
     @property
     def opening(self) -> str | None:
-        """The text that all turns of the conversation begin with. None if the request has no messages."""
+        """Text that all turns of the conversation begin with; None without messages."""
         return None
 
     @property
     def has_earlier_turns(self) -> bool:
-        """True if the messages have an answer, which a target may still hold."""
+        """True if the messages have an earlier answer, which a target may have cached."""
         return False
 
     @property
@@ -232,7 +232,10 @@ class ApiRequest(BaseModel, abc.ABC):
         return "max_tokens", self.max_tokens
 
     def truncate(self, token_ids: list[int], max_model_len: int) -> list[int]:
-        """Returns the part of a prompt's `token_ids` to keep; at -1 the part that leaves room for the answer."""
+        """Returns the last tokens of a prompt, as many as `truncate_prompt_tokens` keeps.
+
+        The value -1 keeps all that leave room for the answer within `max_model_len` tokens.
+        """
         kept = self.truncate_prompt_tokens
         if kept is None:
             return token_ids

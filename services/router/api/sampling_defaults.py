@@ -1,4 +1,4 @@
-"""The sampling parameters that a model's authors recommend, for requests that leave them open."""
+"""The sampling parameters that a model's authors recommend, for requests that do not set them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # as
 
 
 def sampling_defaults(config: TargetConfig, folder: Path) -> dict[str, Any]:
-    """Returns the fields that `generation_config.json` in `folder` sets. Raises ConfigurationError."""
+    """Returns the sampling fields that `generation_config.json` in `folder` sets, if `config` uses it.
+
+    Raises ConfigurationError if the file or a value is invalid.
+    """
     path = folder / "generation_config.json"
     if config.generation_config == "none" or not path.is_file():
         return {}

@@ -1,4 +1,4 @@
-"""Describes an answer in the span of its request."""
+"""Adds attributes of an answer to the span of its request."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class AnswerTrace:
             self._finish_reasons[index] = piece.finish_reason
 
     def end(self) -> None:
-        """Records that a choice has ended or was given up; the last call counts."""
+        """Records that a choice has ended or was cancelled. Each call overwrites the earlier totals."""
         if self.span.is_recorded:
             reasons = [reason for _, reason in sorted(self._finish_reasons.items())]
             self.span.set(

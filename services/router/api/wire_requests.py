@@ -31,11 +31,12 @@ def build_choice_requests(
     adapter: AdapterRef | None = None,
     may_speculate: bool = True,
 ) -> list[ChoiceRequest]:
-    """Returns the requests to targets with `limits`: for each of `prompts` (token IDs) its `request.n` choices.
+    """Returns the requests to targets: `request.n` choices for each of `prompts` (token IDs).
 
-    `conversations` are those of the prompts. `turn_end_ids` also end an answer. Each choice has noise of its own:
-    choice j of prompt i has the index `i * request.n + j`, as in the answer.
-    Raises InvalidRequestError naming the field when the request is beyond those limits.
+    `conversations` has one key for each prompt. `turn_end_ids` end an answer in addition to the model's end tokens.
+    Choice j of prompt i has the index `i * request.n + j`, as in the answer; the index makes its noise independent.
+    Raises InvalidRequestError naming the field if the request exceeds `limits`, and UnavailableError if it needs a
+    newer version of the targets.
     """
     template = target_pb2.GenerateRequest(
         request_id=request_id,
@@ -69,14 +70,17 @@ def build_choice_requests(
     for prompt_token_ids, conversation in zip(prompts, conversations, strict=True):
         check_prompt(prompt_token_ids, limits.vocab_size, request.prompt_field)
         max_tokens = _max_tokens(request, len(prompt_token_ids), limits.max_model_len)
-        max_tokens = max(1, max_tokens)  # the token of a request for 0 is dropped
+        max_tokens = max(1, max_tokens)  # a request for 0 tokens generates one, which is dropped
         indices = range(len(choices), len(choices) + request.n)
         choices += [ChoiceRequest(template, prompt_token_ids, max_tokens, index, conversation) for index in indices]
     return choices
 
 
 def _checked(token_ids: Sequence[int], vocab_size: int, param: str) -> Sequence[int]:
-    """Returns `token_ids`. Raises InvalidRequestError unless all are in the vocabulary; there may be a million."""
+    """Returns `token_ids`. Raises InvalidRequestError unless all are in the vocabulary.
+
+    Checks only the smallest and the largest, since there may be a million.
+    """
     for token_id in (min(token_ids), max(token_ids)) if token_ids else ():
         _check_token_id(token_id, vocab_size, param)
     return token_ids
@@ -85,7 +89,7 @@ def _checked(token_ids: Sequence[int], vocab_size: int, param: str) -> Sequence[
 def _constraints(
     request: ApiRequest, grammar: Grammar | None, tokenizer: Tokenizer, vocab_size: int
 ) -> target_pb2.Constraints | None:
-    """Returns the constraints; None if there are none, as in workers of an older version."""
+    """Returns the constraints; None if there are none, as workers of older versions need."""
     constraints = target_pb2.Constraints(
         allowed_token_ids=_checked(request.allowed_token_ids or (), vocab_size, "allowed_token_ids"),
         bad_words=[target_pb2.TokenIds(token_ids=word) for word in bad_words(request.bad_words, tokenizer)],
@@ -96,7 +100,10 @@ def _constraints(
 
 
 def bad_words(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """Returns the tokens of each of `words` at a text's beginning, and after a space if they differ, as in vLLM."""
+    """Returns the tokens of `words`, as in vLLM.
+
+    Each word is encoded as at the beginning of a text and as after a space; equal encodings are listed once.
+    """
     found: list[list[int]] = []
     for word in words:
         for spelled in (word.lstrip() or word, " " + word.lstrip()):
@@ -107,7 +114,10 @@ def bad_words(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
 
 
 def _check_version(request: target_pb2.GenerateRequest, version: int) -> None:
-    """A worker of an older version would ignore unknown fields, and answer a different request."""
+    """Raises UnavailableError if `request` has fields that the wire `version` lacks.
+
+    A worker of that version would ignore them and answer a different request.
+    """
     if version >= _VERSION_OF_CONSTRAINTS:
         return
     for field in ("constraints", "num_logprobs", "num_prompt_logprobs"):
@@ -118,14 +128,17 @@ def _check_version(request: target_pb2.GenerateRequest, version: int) -> None:
 
 
 def check_prompt(prompt_token_ids: Sequence[int], vocab_size: int, param: str) -> None:
-    """Raises InvalidRequestError unless there are tokens, and all are in the vocabulary."""
+    """Raises InvalidRequestError if there are no tokens, or one is not in the vocabulary."""
     if not prompt_token_ids:
         raise InvalidRequestError(f"{param} has no tokens", param=param)
     _checked(prompt_token_ids, vocab_size, param)
 
 
 def _max_tokens(request: ApiRequest, num_prompt_tokens: int, max_model_len: int) -> int:
-    """Returns the maximum tokens of a choice. Raises ContextLengthError if there is no room for any."""
+    """Returns the maximum number of tokens of a choice.
+
+    Raises ContextLengthError if the prompt leaves no room for a token, or less than the request asks for.
+    """
     room = max_model_len - num_prompt_tokens
     if room < 1:
         raise ContextLengthError(

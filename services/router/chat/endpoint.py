@@ -87,7 +87,10 @@ class ChatRequest(ApiRequest, TemplateVariables):
 
     @cached_property
     def grammar(self) -> Grammar | None:
-        """The grammar of the call if one is demanded: the answer then has no other text, except reasoning."""
+        """Grammar of the tool call if one is required, else the requested grammar.
+
+        A required call is the whole answer, except for reasoning.
+        """
         check_choice(self.tool_choice, self.tools)
         called = tool_grammar(self.tool_choice, self.tools, parallel=self.parallel_tool_calls)
         return called if called is not None else super().grammar
@@ -153,7 +156,7 @@ class ChatReply(ChoicesReply):
         return {} if prompt_logprobs is None else {"prompt_logprobs": prompt_logprobs}
 
     def _read(self, index: int, piece: Piece) -> tuple[list[dict[str, Any]], str | None]:
-        """The deltas of `piece`, and the reason for which its choice ends with it."""
+        """Returns the deltas of `piece`, and the finish reason if its choice ends with it."""
         if self.reader is None:
             return ([{"content": piece.text}] if piece.text else []), piece.finish_reason
         writer = self._started.get(index)

@@ -1,4 +1,4 @@
-"""A chat's messages: checked, and in the form in which chat templates take them."""
+"""Checks the messages of a chat, and converts them for chat templates."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _ROLES = {
     "tool": "tool",
     "function": "tool",  # OpenAI's name for the result of a `function_call`
 }
-# Roles whose content may be null, absent or []: answers that consist of other fields, and tools that return nothing.
+# Roles whose content may be null, absent or []: an answer may have other fields only, and a tool may return nothing.
 _MAY_BE_EMPTY = frozenset({"assistant", "tool", "function"})
-# Fields of an answer, thus only of messages with the role assistant.
+# Fields that only messages with the role assistant may have.
 _ANSWER_FIELDS = ("tool_calls", "function_call", "refusal", "audio")
 _FIELDS = frozenset(
     {"role", "content", "name", "tool_call_id", "reasoning_content", "reasoning", "annotations", *_ANSWER_FIELDS}
 )
 
-MAX_MESSAGES = 4096  # or items of a response's input
+MAX_MESSAGES = 4096  # maximum messages of a chat, or input items of /v1/responses
 MAX_PARTS = 1024  # maximum parts of a message's content
 MAX_TOOL_CALLS = 1024  # maximum calls of a message
 
@@ -36,10 +36,10 @@ Part = dict[str, str]  # {"type": "text", "text": ...}
 
 
 def to_messages(value: object) -> list[Message]:
-    """A request's `messages`, checked, as templates take them. Raises ValueError or InvalidRequestError.
+    """Returns a request's `messages` as templates take them. Raises ValueError or InvalidRequestError.
 
-    Every field that an answer of ours, OpenAI's or vLLM's can have is taken. What chat templates have no place for
-    becomes text or is left out, and the log has one warning that lists these places.
+    Accepts every field that an answer of Outrider, OpenAI or vLLM can have. Content that chat templates have no place
+    for becomes text or is left out, with one warning in the log that lists where.
     """
     if not isinstance(value, list):
         raise ValueError("should be a list")
@@ -66,7 +66,7 @@ def text_of(content: str | list[Part]) -> str:
 
 
 def opening_of(messages: Sequence[Message]) -> str:
-    """Returns the text of a chat's messages up to the first of the user, with which all of its turns begin."""
+    """Returns the text up to the first user message, with which all turns begin."""
     texts = []
     for message in messages:
         texts.append(text_of(message["content"]))
@@ -84,7 +84,7 @@ class _History:
     """Converts the messages of one request."""
 
     def __init__(self) -> None:
-        self.adjusted: list[str] = []  # places of content that became text or was left out
+        self.adjusted: list[str] = []  # where content became text or was left out, such as "messages[0].audio"
 
     def message(self, value: object, where: str) -> Message:
         if not isinstance(value, dict):
@@ -134,7 +134,7 @@ class _History:
         return {"type": "text", "text": part[kind]}
 
     def _add_answer(self, message: Message, value: Mapping[str, Any], where: str) -> None:
-        """Adds the fields that only answers have to `message`."""
+        """Copies the fields that only assistant messages have from `value` to `message`."""
         calls = self._tool_calls(value.get("tool_calls"), where)
         function = value.get("function_call")
         if function is not None:
@@ -182,9 +182,9 @@ class _History:
         return _call(_name(function, where), arguments)
 
     def _arguments(self, value: object, where: str) -> dict[str, Any]:
-        """Converts arguments, a string of JSON in the API, to the object that each template writes in its own way.
+        """Parses a call's arguments, a JSON string in the API, to an object for templates.
 
-        A model can write other JSON, or be cut off: such arguments become the text of an object's only field.
+        A model may have written other JSON, or been cut off. Such text becomes the object's only field, `arguments`.
         """
         if isinstance(value, dict):
             return value
@@ -207,7 +207,7 @@ class _History:
 
 
 def _custom_call(custom: object, where: str) -> dict[str, Any]:
-    """Converts the call of a custom tool, which is a function with one string parameter for chat templates."""
+    """Converts the call of a custom tool to a function call with one string parameter."""
     if not isinstance(custom, dict):
         raise refusal(f"{where} should be an object", custom)
     return _call(_name(custom, where), {INPUT_PARAMETER: _optional_text(custom, "input", where) or ""})

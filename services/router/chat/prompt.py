@@ -1,4 +1,4 @@
-"""Turns a conversation into the token IDs of its prompt."""
+"""Converts a conversation to the token IDs of its prompt."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Conversation:
 
 
 def check_continuation(*, continues: bool, begins: bool) -> None:
-    """Raises InvalidRequestError if the request would both continue the last message and begin another."""
+    """Raises InvalidRequestError if a request both continues the last message and begins another."""
     if continues and begins:
         raise InvalidRequestError(
             "continue_final_message continues the last message: set add_generation_prompt to false",
@@ -39,7 +39,7 @@ def check_continuation(*, continues: bool, begins: bool) -> None:
 
 
 class ChatPrompts:
-    """Writes conversations in the form that the model was trained to read."""
+    """Encodes conversations with the model's chat template and tokenizer."""
 
     def __init__(self, template: ChatTemplate | None, tokenizer: Tokenizer) -> None:
         self._template = template
@@ -49,9 +49,10 @@ class ChatPrompts:
         self._warned_of_tools = False
 
     def encode(self, conversation: Conversation, *, add_special_tokens: bool = False) -> list[int]:
-        """Returns the token IDs. Raises InvalidRequestError without a template, or if it refuses the messages.
+        """Returns the token IDs of the prompt.
 
-        Only the template writes special tokens: what `conversation` spells of them is text.
+        Only the template writes special tokens: where `conversation` spells one, it is encoded as text.
+        Raises InvalidRequestError if the model has no template, or if the template refuses the messages.
         """
         template = self._template and self._template.of_request(has_tools=bool(conversation.tools))
         if template is None:
@@ -72,9 +73,9 @@ class ChatPrompts:
 
 
 def _turn_end_ids(template: ChatTemplate | None, special_tokens: Mapping[str, int]) -> frozenset[int]:
-    """Returns the special token that `template` writes after an answer, if it writes one.
+    """Returns the special token that `template` writes after an answer; empty if it writes none.
 
-    The end tokens of a model's configuration may be those of the model that it was tuned from.
+    It is needed because a model's configuration may still have the end tokens of the base model.
     """
     if template is None:
         return frozenset()
@@ -89,7 +90,10 @@ def _turn_end_ids(template: ChatTemplate | None, special_tokens: Mapping[str, in
 
 
 def render(template: ChatTemplate, conversation: Conversation, stand_ins: Collection[str] = ()) -> str:
-    """Returns the text of a prompt. Raises InvalidRequestError if `template` refuses the messages."""
+    """Returns the text of a prompt. Raises InvalidRequestError if `template` refuses the messages.
+
+    `stand_ins`: stand-in characters from `SpecialTokenGuard.disguise`.
+    """
     messages = [_with_content_for(template, message) for message in conversation.messages]
     text = template.render(
         messages,
@@ -102,7 +106,7 @@ def render(template: ChatTemplate, conversation: Conversation, stand_ins: Collec
 
 
 def _with_content_for(template: ChatTemplate, message: Message) -> Message:
-    """Returns `message` with its content in a form that `template` takes."""
+    """Returns `message` with its content as text or as parts, whichever `template` takes."""
     content = message["content"]
     if isinstance(content, list) and not template.traits.takes_parts:
         return message | {"content": text_of(content)}
@@ -118,7 +122,10 @@ def _last_text(content: str | list[dict[str, str]]) -> str:
 
 
 def _cut_after(text: str, content: str) -> str:
-    """Returns `text` up to the end of the last message's `content`, from which the template may cut blanks."""
+    """Returns `text` up to the end of the last message's `content`.
+
+    The template may have stripped white space from `content`. Raises InvalidRequestError if `text` does not have it.
+    """
     for written in (content, content.rstrip(), content.strip()):
         start = text.rfind(written) if written else -1
         if start >= 0:

@@ -1,4 +1,4 @@
-"""Chooses the reader of a request's answers, by the configuration or by the model's chat template."""
+"""Chooses the reader of a request's answers from the configuration or the model's chat template."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from services.router.output.message import Reader
 from services.router.output.reasoning import BEGIN, END
 from services.router.output.tools import Tool, ToolChoice
 
-_LAST_TOKENS = 32  # tokens at a prompt's end that are searched for a reasoning mark; a mark may have about ten
+_LAST_TOKENS = 32  # tokens at a prompt's end to search for a reasoning mark, which may have about ten tokens
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Readers:
         )
 
     def shown_special_tokens(self, tools: Sequence[Tool], choice: ToolChoice) -> Collection[int]:
-        """Returns the special tokens that a reader needs to see."""
+        """Returns the IDs of the special tokens that a reader needs in the text."""
         markers: list[str] = [BEGIN, END] if self.reads_reasoning else []
         if tools and choice.mode == "auto" and self.tool_format is not None:
             markers += self.tool_format.markers
@@ -76,8 +76,10 @@ class Readers:
         return [special[marker] for marker in markers if marker in special]
 
     def _last_mark(self, prompt: Sequence[int], continued: str) -> str | None:
-        """Returns the mark of reasoning before an answer: the last in the continued message, or one that ends the
-        prompt."""
+        """Returns the last reasoning mark before the answer; None if there is none.
+
+        It is the last one in the continued message, or else one at the very end of the prompt.
+        """
         if continued:
             places = {mark: continued.rfind(mark) for mark in (BEGIN, END)}
             last = max(places, key=places.__getitem__)

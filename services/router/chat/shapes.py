@@ -1,4 +1,4 @@
-"""The schemas of messages and tools in `/openapi.json`; `messages` and `tools` check them."""
+"""Schemas of messages and tools for `/openapi.json`; the modules `messages` and `tools` validate them."""
 
 from __future__ import annotations
 

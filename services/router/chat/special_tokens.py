@@ -1,13 +1,13 @@
-"""Keeps a client's text as text, even if it spells one of the model's special tokens.
+"""Encodes a client's text as text, even where it spells a special token.
 
-Only the chat template writes special tokens. A user who could write `<|im_end|>` would end the message, and with
-`<|im_start|>system` begin one of the operator's. So before a template is rendered, a stand-in replaces the first
-character of every special token that a client spelled. The tokenizer turns it back once it has found the special
-tokens that are left. A stand-in is one character, so a template may cut, measure or escape its input.
+Only the chat template may write special tokens. A user who could write `<|im_end|>` would end the message, and could
+begin a system message with `<|im_start|>system`. So before a template is rendered, a stand-in character replaces the
+first character of every special token in the client's text. The tokenizer finds the remaining special tokens, and then
+restores the replaced characters. A stand-in is one character, so a template may cut, measure or escape its input.
 
-A token may also be spelled across a border: by two strings that a template writes one after the other, or by one and
-the template's own text. So where a string ends with a token's beginning, or begins with one's end, that gets a stand-in
-too.
+A special token may also be split between two strings that a template writes one after the other, or between a string
+and the template's own text. So a string that ends with the beginning of a token, or begins with the end of one, gets a
+stand-in for the first character of that part.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ V = TypeVar("V")
 Run = Sequence[str]
 """Strings that a template may write one after the other."""
 
-# Meaningless characters, those with the shortest JSON escapes first.
+# Characters without a meaning, which serve as stand-ins; those with the shortest JSON escapes come first.
 _PRIVATE_USE = (*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE), *range(0x100000, 0x10FFFE))
 
 
 class SpecialTokenGuard:
     def __init__(self, special_tokens: Collection[str]) -> None:
-        # The first character, by which text is searched quickly, and a look-ahead, so that spellings that overlap are
-        # all found.
+        # The pattern matches only a token's first character, which makes the search fast. The rest is a look-ahead, so
+        # that overlapping tokens are all found.
         alternatives = "|".join(
             re.escape(first) + f"(?={'|'.join(re.escape(token[1:]) for token in sorted(tokens))})"
             for first, tokens in itertools.groupby(sorted(filter(None, special_tokens)), key=lambda token: token[0])
@@ -43,10 +43,11 @@ class SpecialTokenGuard:
         self._ends = _Pieces(after for _, after in cuts)
 
     def disguise(self, value: V, *, avoid: str) -> tuple[V, dict[str, str]]:
-        """Returns `value` (as JSON has it) with stand-ins, and the character that each of them stands for.
+        """Returns the JSON value `value` with stand-ins, and the character that each stand-in replaces.
 
-        If no special token is spelled, returns `value` itself and no stand-ins. No stand-in is in `avoid`, the rest of
-        the text that will be rendered.
+        If `value` spells no special token, returns `value` itself and no stand-ins. Stand-ins are characters that occur
+        neither in `value` nor in `avoid`, the rest of the text that will be rendered.
+        Raises InvalidRequestError if no such character is left.
         """
         if not any(map(self._places, _runs(value))):
             return value, {}
@@ -82,7 +83,7 @@ class SpecialTokenGuard:
         places = {match.start() for match in self._spelled.finditer("".join(run))}
         start = 0
         for text in run:
-            stripped = text.rstrip()  # templates may do the same
+            stripped = text.rstrip()  # templates may strip it too
             places.update(start + len(stripped) - length for length in self._beginnings.at_end_of(stripped))
             stripped = text.lstrip()
             if self._ends.are_at_start_of(stripped):
@@ -92,14 +93,17 @@ class SpecialTokenGuard:
 
 
 class _Pieces:
-    """Beginnings or ends of special tokens. Letters and digits alone are left out: any text may contain them."""
+    """Beginnings or ends of special tokens.
+
+    Pieces of letters and digits only are left out, because any text may contain them.
+    """
 
     def __init__(self, pieces: Iterable[str]) -> None:
         self._pieces = {piece for piece in pieces if not piece.isalnum()}
         self._lengths = sorted({len(piece) for piece in self._pieces})
 
     def at_end_of(self, text: str) -> list[int]:
-        """Returns the lengths of those that `text` ends with."""
+        """Returns the lengths of the pieces that `text` ends with."""
         return [length for length in self._lengths if length <= len(text) and text[-length:] in self._pieces]
 
     def are_at_start_of(self, text: str) -> bool:
@@ -107,7 +111,7 @@ class _Pieces:
 
 
 def unescape(text: str, stand_ins: Collection[str]) -> str:
-    """`text` with the stand-ins that a template wrote as JSON escapes them."""
+    """Replaces JSON escapes of `stand_ins` in `text`, which a template may have written."""
     for chosen in stand_ins:
         text = text.replace(_escape(chosen), chosen)
     return text
@@ -118,7 +122,10 @@ def _escape(character: str) -> str:
 
 
 def _is_parts(value: object) -> bool:
-    """Returns True if `value` is a message's content in parts, which templates write one after the other."""
+    """Returns whether `value` is a message's content in parts.
+
+    Templates write the texts of parts one after the other.
+    """
     return (
         isinstance(value, list)
         and bool(value)
@@ -128,7 +135,10 @@ def _is_parts(value: object) -> bool:
 
 
 def _runs(value: object) -> list[Run]:
-    """All strings in `value`, one by one except for the texts of parts."""
+    """Returns the runs of strings in `value`.
+
+    The texts of a message's parts are one run; every other string is a run of its own.
+    """
     if isinstance(value, str):
         return [(value,)]
     if _is_parts(value):
@@ -142,7 +152,7 @@ def _runs(value: object) -> list[Run]:
 
 
 def _mapped(value: Any, replace: Callable[[Run], str]) -> Any:
-    """Returns `value` with `replace` applied to all strings of `_runs`; `replace` keeps the length of a run."""
+    """Returns `value` with `replace` applied to each of its runs; `replace` must keep the length."""
     if isinstance(value, str):
         return replace((value,))
     if _is_parts(value):

@@ -1,7 +1,7 @@
-"""The chat template of a model folder: from messages to the text that the model was trained on.
+"""The chat template of a model folder, which converts messages to a prompt's text.
 
-Templates are programs of the model's author. They run in a sandbox, in the surroundings that Hugging Face
-renders them in.
+A template is a program by the model's author. It runs in a sandbox, with the functions and settings that Hugging Face
+provides to templates.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ class ChatTemplate:
     def __init__(
         self, source: str, special_tokens: Mapping[str, str] | None = None, with_tools: ChatTemplate | None = None
     ) -> None:
-        """Raises ConfigurationError when `source` is not a template.
+        """Raises ConfigurationError if `source` is not a valid template.
 
-        `special_tokens`: `bos_token` and so on; `with_tools`: the template for requests with tools, if that is another.
+        `special_tokens`: tokens by name, such as `bos_token`. `with_tools`: a separate template for requests with
+        tools; None if they use this one.
         """
         environment = _environment()
         try:
@@ -60,14 +61,14 @@ class ChatTemplate:
         self._with_tools = with_tools or self
 
     def of_request(self, *, has_tools: bool) -> ChatTemplate:
-        """Returns the template for a request."""
+        """Returns the template for a request with or without tools."""
         return self._with_tools if has_tools else self
 
     @classmethod
     def from_folder(cls, folder: Path) -> ChatTemplate | None:
         """Returns the template of a model folder; None if it has none.
 
-        It is in `chat_template.jinja`, or else in `tokenizer_config.json`, which may have another for tools.
+        Reads `chat_template.jinja`, or else `tokenizer_config.json`. Either may come with a second one for tools.
         """
         config = _tokenizer_config(folder)
         tokens, sources = _special_tokens(config), _templates_in(config)
@@ -86,9 +87,9 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         more: Mapping[str, Any] | None = None,
     ) -> str:
-        """Returns the prompt. `more`: variables of the template's own.
+        """Returns the text of the prompt. `more`: additional variables of the template.
 
-        Raises InvalidRequestError if the template refuses the messages or cannot take them.
+        Raises InvalidRequestError if the template raises any exception for these messages.
         """
         variables = {
             **self._special_tokens,
@@ -118,7 +119,7 @@ def _tokenizer_config(folder: Path) -> dict[str, Any]:
 
 
 def _templates_in(config: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the templates by their names."""
+    """Returns the sources of the templates in `tokenizer_config.json`, by name."""
     template = config.get("chat_template")
     if isinstance(template, list):
         return {entry["name"]: entry["template"] for entry in template}
@@ -126,7 +127,10 @@ def _templates_in(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """`bos_token`, `eos_token` and so on; a token is written as a string or as an object with its content."""
+    """Returns `bos_token`, `eos_token` and so on, by name.
+
+    The file has a token as a string, or as an object with the string in `content`.
+    """
     tokens = {
         name: value.get("content") if isinstance(value, dict) else value
         for name, value in config.items()
@@ -136,7 +140,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 class _GenerationBlocks(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's text for trainers; here only its contents are rendered."""
+    """Renders the contents of `{% generation %}` blocks, which mark the assistant's text for trainers."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -166,7 +170,7 @@ def _to_json(
 ) -> str:
     """Converts `value` to JSON.
 
-    Unlike Jinja's filter it escapes no character for HTML: a model reads it, not a browser.
+    Unlike Jinja's filter it does not escape characters for HTML, because a model reads the text, not a browser.
     """
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
@@ -180,8 +184,8 @@ def _strftime_now(form: str) -> str:
 
 
 def _goes_through_contents(template: nodes.Template) -> bool:
-    """Returns whether there is a loop over `message.content`, or over a variable that holds it."""
-    names = {"content"}  # names of the macros' argument
+    """Returns whether `template` loops over `message.content`, or over a variable that holds it."""
+    names = {"content"}  # name of the content as an argument of macros
     for assignment in template.find_all(nodes.Assign):
         if isinstance(assignment.target, nodes.Name) and _is_content(assignment.node, names):
             names.add(assignment.target.name)

@@ -27,7 +27,7 @@ TOKEN_PATHS = frozenset({_TOKENIZE_PATH, _DETOKENIZE_PATH})
 
 
 class TokenizeRequest(TemplateVariables):
-    """A request to tokenise a prompt or a chat's messages: one of the two."""
+    """A request to tokenise either a prompt or a chat's messages."""
 
     model_config = ConfigDict(strict=True)
 
@@ -54,7 +54,7 @@ class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(strict=True)
 
     model: str | None = None
-    # Stops at the first error: a list of millions would make as many.
+    # Validation stops at the first error: a list of a million invalid tokens would otherwise produce a million errors.
     tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_TOKENS, fail_fast=True)]
 
 
@@ -112,7 +112,7 @@ class Tokens:
         )
 
     async def _read(self, kind: type[R], http_request: Request) -> tuple[R, int]:
-        """Returns the request, and the number of bytes of its body."""
+        """Returns the request, and the size of its body in bytes."""
         body = await read_json_body(http_request, self._serving.max_body_bytes)
         request = await run_in_thread_if_large(len(body), lambda: _parsed(kind, body))
         self._serving.check_model(request.model)

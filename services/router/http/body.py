@@ -1,4 +1,4 @@
-"""Reads the bytes of an HTTP body into a JSON object, within limits that hold while reading."""
+"""Reads an HTTP body as a JSON object, and enforces its limits while reading."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from services.router.http.json_values import parse_json
 
 _MAX_ADMIN_BYTES = 65_536  # size of an operator's call
 _ADMIN_TIMEOUT_S = 10.0
-_FREE_BYTES = 65_536  # free bytes of each body; the number of connections bounds their sum
+_FREE_BYTES = 65_536  # bytes of each body that are not counted; the number of connections bounds their sum
 
 
 class BodyRoom:
-    """Bytes of the bodies of all requests at once, beyond the first of each."""
+    """Limits the total bytes of all bodies in flight.
+
+    The first _FREE_BYTES of each body are not counted.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -30,7 +33,7 @@ class BodyRoom:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[BodyShare]:
-        """Yields a share for the lifetime of a request."""
+        """Yields a request's share, which is returned when the context ends."""
         share = BodyShare(self)
         try:
             yield share
@@ -38,7 +41,7 @@ class BodyRoom:
             self._num_bytes -= share.num_bytes
 
     def take(self, num_bytes: int) -> None:
-        """Raises OverloadedError if there is no room for `num_bytes` more."""
+        """Counts `num_bytes` more. Raises OverloadedError if there is no room for them."""
         if self._num_bytes + num_bytes > self._max_bytes:
             raise OverloadedError(
                 f"the bodies of the requests in flight take all of the {self._max_bytes} bytes allowed; retry later"
@@ -47,14 +50,14 @@ class BodyRoom:
 
 
 class BodyShare:
-    """The bytes of a room that one body holds."""
+    """The bytes of a `BodyRoom` that one body holds."""
 
     def __init__(self, room: BodyRoom) -> None:
         self.num_bytes = 0
         self._room = room
 
     def grow_to(self, length: int) -> None:
-        """Takes room for a body of `num_bytes`. Raises OverloadedError."""
+        """Takes room for a body of `length` bytes. Raises OverloadedError if there is none."""
         more = length - _FREE_BYTES - self.num_bytes
         if more > 0:
             self._room.take(more)
@@ -64,10 +67,13 @@ class BodyShare:
 async def read_body(
     scope: Scope, receive: Receive, max_bytes: int, timeout_s: float | None = None, share: BodyShare | None = None
 ) -> bytes:
-    """Returns a request's body, decompressed, within a limit, a deadline and its `share` of the total.
+    """Returns a request's body, decompressed.
 
-    Raises PayloadTooLargeError, UnsupportedMediaTypeError, InvalidRequestError if it cannot be decompressed,
-    RequestTimeoutError, OverloadedError, or ClientDisconnect.
+    `max_bytes` limits both the compressed and the decompressed size. `share` counts its bytes against the total of all
+    requests.
+    Raises PayloadTooLargeError, UnsupportedMediaTypeError for an unknown compression, InvalidRequestError if it cannot
+    be decompressed, RequestTimeoutError after `timeout_s` seconds, OverloadedError if there is no room for it, or
+    ClientDisconnect.
     """
     headers = Headers(scope=scope)
     coding = coding_of(",".join(headers.getlist("content-encoding")))
@@ -106,9 +112,10 @@ async def _read(
 
 
 async def read_json_body(request: Request, max_bytes: int, timeout_s: float | None = None) -> bytes:
-    """Returns the body of `request`, which must be declared as JSON.
+    """Returns the body of `request`. Raises UnsupportedMediaTypeError if it is not declared as JSON.
 
-    `timeout_s`: time limit in seconds if the body is not read yet.
+    `timeout_s`: limit in seconds for the body to arrive; None: no limit, as when middleware has read it already.
+    Raises the errors of `read_body`, too.
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
@@ -117,7 +124,7 @@ async def read_json_body(request: Request, max_bytes: int, timeout_s: float | No
 
 
 def to_json_object(body: bytes) -> dict[str, Any]:
-    """Returns the JSON object in `body`. Raises InvalidRequestError."""
+    """Returns the JSON object in `body`. Raises InvalidRequestError if it is anything else."""
     try:
         value = parse_json(body)
     except ValueError as error:
@@ -128,5 +135,5 @@ def to_json_object(body: bytes) -> dict[str, Any]:
 
 
 async def read_admin_call(request: Request) -> dict[str, Any]:
-    """The JSON object in the body of an operator's `request`."""
+    """Returns the JSON object in the body of an operator's `request`. Raises OutriderError."""
     return to_json_object(await read_json_body(request, _MAX_ADMIN_BYTES, _ADMIN_TIMEOUT_S))

@@ -1,4 +1,4 @@
-"""The router's certificate, which may be renewed while it runs."""
+"""The router's TLS certificate, which is reloaded when its files change."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _SETTING = "router.tls_certificate_file"
 
 
 class HttpsCertificate:
-    """The certificate of all listeners of the router. New connections use the current files; older ones keep theirs."""
+    """The TLS certificate of all listeners of the router.
+
+    New connections use the current files; existing ones keep the certificate that they started with.
+    """
 
     def __init__(self, certificate: str, key: str) -> None:
         """Raises ConfigurationError if the files cannot be used."""
@@ -29,13 +32,13 @@ class HttpsCertificate:
 
     @classmethod
     def of(cls, config: RouterConfig) -> HttpsCertificate | None:
-        """Returns the certificate; None: the router serves HTTP. Raises ConfigurationError."""
+        """Returns the certificate; None if the router serves plain HTTP. Raises ConfigurationError."""
         if config.tls_certificate_file is None or config.tls_key_file is None:
             return None
         return cls(config.tls_certificate_file, config.tls_key_file)
 
     async def follow(self) -> None:
-        """Follows the files until cancelled."""
+        """Reloads the files whenever they have changed, until cancelled."""
         while True:
             await asyncio.sleep(_LOOK_INTERVAL_S)
             self.look()

@@ -1,4 +1,4 @@
-"""Limits of a server's connections: their number, by address and in all, and their duration."""
+"""Limits of a server's connections: their number in total and per address, and their timeouts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Timeouts:
 
 
 class Connections:
-    """Counts the connections of one server, within its limits."""
+    """Counts the open connections of one server, and refuses those beyond its limits."""
 
     def __init__(
         self, metrics: RouterMetrics, *, limit: int, limit_per_address: int, timeouts: Timeouts | None = None
@@ -55,7 +55,7 @@ class Connections:
         return cls(metrics, limit=limit, limit_per_address=per_address, timeouts=Timeouts.of(config))
 
     def enter(self, host: str) -> bool:
-        """Counts a connection from `host` until it leaves. Returns False if there is no room for it."""
+        """Counts a connection from `host` until `leave`. Returns False if a limit is reached."""
         key = _network(host)
         if self._num_open >= self._limit:
             self.count_closed("full")
@@ -82,7 +82,7 @@ class Connections:
 
 
 def _network(host: str) -> str:
-    """Returns the owner of a share: an IPv4 address, or the /64 that an IPv6 client has for itself."""
+    """Returns the key for the limit per address: an IPv4 address or an IPv6 /64 network."""
     if ":" not in host:
         return host
     try:
@@ -95,7 +95,10 @@ def _network(host: str) -> str:
 
 
 def allow_open_files(num_connections: int) -> None:
-    """Raises the process's limit of open files for `num_connections`, as far as it may."""
+    """Raises the process's limit of open files for `num_connections`, at most to the hard limit.
+
+    Logs a warning if that is too low.
+    """
     needed = num_connections + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:

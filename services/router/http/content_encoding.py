@@ -19,7 +19,7 @@ _CODINGS = {"gzip": "gzip", "x-gzip": "gzip", "zstd": "zstd"}
 def coding_of(header: str) -> str | None:
     """Returns the coding that a `Content-Encoding` header names; None: the body is not compressed.
 
-    Raises UnsupportedMediaTypeError.
+    Raises UnsupportedMediaTypeError if it is neither gzip nor zstd.
     """
     name = header.strip().lower()
     if name in ("", "identity"):
@@ -32,7 +32,10 @@ def coding_of(header: str) -> str | None:
 
 
 async def decode(body: bytes, coding: str, max_bytes: int) -> bytes:
-    """Decompresses `body`. Raises PayloadTooLargeError beyond `max_bytes`, and InvalidRequestError."""
+    """Decompresses `body` in a thread.
+
+    Raises PayloadTooLargeError if the result exceeds `max_bytes`, and InvalidRequestError if `body` is invalid.
+    """
     return await run_in_thread(lambda: _decode(body, coding, max_bytes))
 
 

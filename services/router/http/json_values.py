@@ -1,4 +1,7 @@
-"""Parses untrusted JSON with a limited number of values, because a parser blocks every stream while it runs."""
+"""Parses untrusted JSON, and limits its number of values.
+
+A parser blocks every stream of the router while it runs.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,10 @@ class TooManyValuesError(ValueError):
 
 
 def parse_json(text: bytes) -> Any:
-    """Returns the value of a JSON text. Raises ValueError, and TooManyValuesError for more values than are allowed.
+    """Returns the value of a JSON text. Raises ValueError if it is invalid.
 
-    NaN, Infinity, invalid UTF-8, lone surrogates and anything nested too deep are not JSON here.
+    NaN, Infinity, invalid UTF-8, lone surrogates and nesting that is too deep are invalid. Raises TooManyValuesError, a
+    ValueError, if it has too many values.
     """
     _check_number(text)
     return pydantic_core.from_json(text, allow_inf_nan=False)

@@ -11,12 +11,12 @@ T = TypeVar("T")
 
 LARGE_BYTES = 16_384  # size of a body: tokenizing it takes 3 to 10 ms, everything else less than 1 ms
 
-# Two, as each computing Python thread takes turns of 5 ms from the event loop.
+# Only two threads: each one that computes in Python takes turns of 5 ms from the event loop.
 _threads = ThreadPoolExecutor(2, thread_name_prefix="large-work")
 
 
 async def run_in_thread_if_large(num_bytes: int, work: Callable[[], T]) -> T:
-    """Returns the result of `work` on `num_bytes`; runs it in a thread if there are over LARGE_BYTES."""
+    """Returns the result of `work`; runs it in a thread if `num_bytes` is over LARGE_BYTES."""
     return work() if num_bytes <= LARGE_BYTES else await run_in_thread(work)
 
 

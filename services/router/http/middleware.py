@@ -1,4 +1,4 @@
-"""Middleware of every request: its ID, and its admission."""
+"""Middleware that assigns request IDs, and limits the requests in flight."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
 class RequestIds:
-    """Gives every answer an `x-request-id`: the one that the client sent, if it is printable.
+    """Adds the header `x-request-id` to every answer.
 
-    Answers of Anthropic's API have it as `request-id`, too.
+    The ID is the client's own if it is valid, else random. Answers of Anthropic's API also have it as `request-id`.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -41,7 +41,7 @@ class RequestIds:
         scope.setdefault("state", {})["request_id"] = request_id
         names = ("x-request-id", "request-id") if is_anthropic(scope["path"]) else ("x-request-id",)
 
-        def send_with_id(message: Message) -> Awaitable[None]:  # no additional coroutine per chunk
+        def send_with_id(message: Message) -> Awaitable[None]:  # not async: saves a coroutine per chunk
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 for name in names:
@@ -52,15 +52,16 @@ class RequestIds:
 
 
 def request_id_of(scope: Mapping[str, Any]) -> str:
-    """The ID of the request of `scope`."""
+    """Returns the ID of the request of `scope`."""
     request_id: str = scope["state"]["request_id"]
     return request_id
 
 
 class Admission:
-    """Counts the requests to `paths` whose bodies are complete, and refuses those beyond `limit` before any work.
+    """Limits the requests to `paths` in flight to `max_waiting_requests`.
 
-    While the limit is reached, new requests are refused before their bodies are read, too.
+    A request counts once its body is complete. While the limit is reached, requests are refused both before and after
+    their bodies are read.
     """
 
     def __init__(self, app: ASGIApp, *, paths: frozenset[str], config: RouterConfig, metrics: RouterMetrics) -> None:
@@ -125,13 +126,13 @@ def _shutting_down() -> UnavailableError:
 
 
 def _decompressed(scope: Scope) -> Scope:
-    """Returns the scope of a request whose body has been read and decompressed."""
+    """Returns `scope` without the header `content-encoding`, since the body has been decompressed."""
     headers = [(name, value) for name, value in scope["headers"] if name != b"content-encoding"]
     return scope if len(headers) == len(scope["headers"]) else {**scope, "headers": headers}
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """Returns a `receive` that returns all of `body` first."""
+    """Returns a `receive` that first returns all of `body`, then continues with `receive`."""
     is_read = False
 
     async def replay() -> Message:

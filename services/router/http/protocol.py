@@ -1,16 +1,17 @@
 """HTTP for potentially hostile clients: uvicorn's protocol, with limits.
 
-| what a client does | what becomes of its connection |
+| a client | its connection |
 | --- | --- |
-| opens more than `Connections` has room for | 503, closed |
-| sends nothing, or its headers byte by byte | 408 once some of a request has come, closed |
+| opens more connections than `Connections` allows | 503, closed |
+| sends nothing, or its headers too slowly | closed, with 408 if a request has begun |
 | sends headers without end, or bytes that are neither headers nor body | 431, closed |
-| sends no HTTP | 400, closed |
+| sends something other than HTTP | 400, closed |
 | sends requests without waiting for answers | closed beyond a few |
-| does not read | closed |
+| does not read its answer | closed |
 
-A body's own deadline is where it is read (`body`). What an answer leaves unread of it is thrown away for a moment: to
-close at once would take the answer from a client that still sends.
+The module `body` enforces the deadline of a body where it reads it. If a request is answered before its body is
+complete, the connection stays open for a moment and the rest is discarded: if it were closed at once, a client that is
+still sending would lose the answer.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ MAX_HEADER_BYTES = 65_536  # size of a request's first line and headers
 _MAX_PIPELINED = 8
 _FRAMING = frozenset({b"content-length", b"transfer-encoding"})
 _LINGER_SECONDS = 2.0
-_LEAST_READ_BYTES = 65_536  # bytes that a client has to read within the write timeout, unless fewer are left
+_LEAST_READ_BYTES = 65_536  # bytes that a client must read within each write timeout, unless fewer are left
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
     def __init__(self, connections: Connections, counted_as: str | None = None, **more: Any) -> None:
-        """`counted_as`: the host under which the connection was counted already; None: it is not yet counted."""
+        """`counted_as`: host for which `connections` has counted this connection; None: not counted yet."""
         super().__init__(**more)
         self._connections = connections
         self._timeouts = connections.timeouts
@@ -47,9 +48,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._awaits_head = True
         self._is_in_head = False
         self._num_head_bytes = 0
-        self._num_raw_bytes = 0  # bytes since the last part of a body, or the end of the headers
-        self._skipped_framing: list[tuple[bytes, bytes]] = []  # of a body that the parser takes for another protocol
-        self._is_repeating = False  # head of such a request
+        self._num_raw_bytes = 0  # bytes received since the end of the headers or the last part of a body
+        self._skipped_framing: list[tuple[bytes, bytes]] = []  # framing headers of an upgrade request with a body
+        self._is_repeating = False  # whether a new parser is reading the head of such a request again
         self._refusal: OutriderError | None = None
         self._is_lingering = False
         self._head_timer: asyncio.TimerHandle | None = None
@@ -125,7 +126,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._is_in_head:  # a trailer of a chunked body is no header
+        if not self._is_in_head:  # a trailer of a chunked body, which is ignored
             return
         self._count_head_bytes(len(name) + len(value) + 4)
         if len(self.headers) == MAX_HEADERS:
@@ -158,7 +159,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def _go_on_with_http(self) -> None:
-        """Ignores the other protocol of an upgrade request: a parser without the upgrade reads its body."""
+        """Ignores an upgrade to another protocol and reads the request's body as HTTP.
+
+        httptools stops at an upgrade. A new parser gets a head with the same framing headers but without the upgrade.
+        """
         framing, self._skipped_framing = self._skipped_framing, []
         if not framing:
             return
@@ -196,7 +200,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     # Ends of connections.
 
     def leave(self) -> None:
-        """Ends the counting of this connection."""
+        """Stops counting this connection."""
         if self._host is not None:
             self._connections.leave(self._host)
             self._host = None
@@ -225,7 +229,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._refuse(error)
 
     def _refuse(self, error: OutriderError | None) -> None:
-        """Closes the connection, with an answer if none has begun."""
+        """Closes the connection. Sends `error` first, unless an answer has begun."""
         has_begun = self._running is not None and self._running.response_started
         self._end_requests()
         if has_begun:
@@ -244,7 +248,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 cycle.message_event.set()
 
     def _linger(self) -> None:
-        """Closes the connection as soon as the client does, or after a short time."""
+        """Discards input until the client closes the connection, or closes it after _LINGER_SECONDS."""
         self._is_lingering = True
         self._unset_head_timer()
         if self.transport.can_write_eof():
@@ -275,7 +279,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 
 class _Outlet(asyncio.Transport):
-    """Writes a request's answer, and defines what closing means for it."""
+    """Transport for one request's answer; closing it may linger instead of closing at once."""
 
     def __init__(self, protocol: BoundedHttpProtocol) -> None:
         super().__init__()
@@ -295,7 +299,10 @@ class _Outlet(asyncio.Transport):
 async def _close_if_unread(
     cycle: RequestResponseCycle, app: ASGIApp, scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """Closes the connection after an answer that precedes the end of the body, because reading on only costs."""
+    """Closes the connection after an answer that begins before the body is complete.
+
+    Reading the rest of the body would only cost time.
+    """
 
     async def send_and_close(message: Message) -> None:
         if message["type"] == "http.response.start" and cycle.more_body:

@@ -1,4 +1,4 @@
-"""The HTTP server of a router: uvicorn's, with bounds for its connections."""
+"""The HTTP server of a router: uvicorn with limits for its connections."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _SEND_BUFFER_BYTES = 262_144
 
 
 class HttpServer(uvicorn.Server):
-    """Counts its connections in `connections`; `more`: uvicorn's settings."""
+    """uvicorn server whose connections are counted and limited by `connections`.
+
+    `more`: additional settings of uvicorn.
+    """
 
     def __init__(
         self, app: ASGIApp, connections: Connections, https: HttpsCertificate | None = None, **more: Any
@@ -40,8 +43,8 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         for listener in sockets or []:
-            # Set for its connections: otherwise the kernel buffers megabytes of an answer before a slow client is
-            # noticed.
+            # Connections inherit the size. Otherwise the kernel buffers megabytes of an answer before the router can
+            # notice a slow client.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         if self._https is None:
             await super().startup(sockets)

@@ -21,14 +21,14 @@ T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
 _COMMENT = b": keep-alive\n\n"
-# Maximum silence in seconds. Proxies and clients close a silent connection after 30 to 60 s: AWS's load balancers and
-# nginx after 60 s, some clients after 30 s. An error before the first comment has its own HTTP status.
+# Seconds of silence before a comment is sent. Proxies and clients close a silent connection: AWS's load balancers and
+# nginx after 60 s, some clients after 30 s. An error before the first comment still gets its own HTTP status.
 FIRST_COMMENT_S = 10.0
 COMMENT_S = 15.0
 
 
 def event(value: Mapping[str, Any]) -> bytes:
-    """`value` as one server-sent event."""
+    """Returns `value` as one server-sent event."""
     return b"data: " + to_json(value) + b"\n\n"
 
 
@@ -38,13 +38,13 @@ def named_event(name: str, value: Mapping[str, Any]) -> bytes:
 
 
 def error_event(scope: Scope, error: OutriderError) -> bytes:
-    """Returns the event that ends the stream that answers the request of `scope`."""
+    """Returns the event that ends a stream with `error`, as the request's API has it."""
     value = envelope_for(scope, error)
     return named_event("error", value) if is_anthropic(scope["path"]) else event(value)
 
 
 async def until_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Returns the result of `work`. Raises ClientDisconnect once the client is gone, after cancelling `work`.
+    """Returns the result of `work`. Cancels it and raises ClientDisconnect if the client disconnects.
 
     The request's body must have been read.
     """
@@ -67,11 +67,11 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Sends `events` as they come; closes them at once when the client leaves.
+    """Sends `events` as they come, and closes the generator as soon as the client disconnects.
 
-    The status line is sent with the first event, so that an error raised before it gets a status of its own. If no
-    event comes for some seconds, the status line is sent with a comment, as proxies close silent connections; further
-    comments follow until the next event.
+    The status line is sent with the first event, so an error raised before it still gets its own status. After
+    FIRST_COMMENT_S seconds without an event the status line is sent with a comment instead, because proxies close
+    silent connections. Further comments follow after every COMMENT_S seconds of silence.
     """
 
     media_type = "text/event-stream"
@@ -82,8 +82,8 @@ class EventStream(Response):
         headers: Mapping[str, str] | None = None,
         failure: Callable[[OutriderError], bytes] | None = None,
     ) -> None:
-        """`failure` returns the event for an error that ends a stream that has begun."""
-        # Without the second header nginx buffers events.
+        """`failure` returns the event for an error after the stream's start; None: it is raised."""
+        # Without x-accel-buffering nginx buffers events.
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"} | dict(headers or {}))
         del self.headers["content-length"]
         self._events = events
@@ -115,13 +115,13 @@ class EventStream(Response):
 
 
 class _Body:
-    """The body of a stream of events, which begins with the status line."""
+    """Sends the status line and the body of a stream of events."""
 
     def __init__(self, start: Message, send: Send) -> None:
         self.has_begun = False
         self._start = start
         self._send = send
-        self._sending = asyncio.Lock()  # keeps the order while a send waits for the client to read
+        self._sending = asyncio.Lock()  # keeps events and comments in order while a send waits for a slow client
         self._sent_at = time.monotonic()
 
     async def send(self, data: bytes, *, is_last: bool = False) -> None:
@@ -133,7 +133,7 @@ class _Body:
             await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
 
     async def send_comments(self) -> None:
-        """Sends a comment whenever nothing was sent for some time, until it is cancelled."""
+        """Sends a comment after each period of silence, until cancelled."""
         while True:
             silence_s = COMMENT_S if self.has_begun else FIRST_COMMENT_S
             rest_s = self._sent_at + silence_s - time.monotonic()
@@ -144,18 +144,18 @@ class _Body:
 
 
 class NotedSend:
-    """Passes messages on, and records the status with which the answer begins."""
+    """A `send` that passes messages on and records the answer's HTTP status."""
 
     def __init__(self, send: Send) -> None:
         self.status: int | None = None  # None: the answer has not begun
         self._send = send
 
-    def __call__(self, message: Message) -> Awaitable[None]:  # no additional coroutine per chunk
+    def __call__(self, message: Message) -> Awaitable[None]:  # not async: saves a coroutine per chunk
         if message["type"] == "http.response.start":
             self.status = message["status"]
         return self._send(message)
 
 
 def note_outcome(scope: Scope, code: int) -> None:
-    """Counts the request as `code`, regardless of the status with which its answer began."""
+    """Sets the status that metrics and logs report, regardless of the one that was sent."""
     scope.setdefault("state", {})["outcome"] = code

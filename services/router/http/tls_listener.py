@@ -1,4 +1,4 @@
-"""Accepts HTTPS clients; their handshakes count against the limits of connections and time."""
+"""Accepts HTTPS clients, and applies the connection limits and timeouts to their handshakes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ _PAUSE_S = 0.1  # pause if no connection can be accepted because too many files 
 
 
 class TlsListener:
-    """Replaces asyncio's own server, which reports a connection only after its handshake, with a limit of a minute."""
+    """Replaces asyncio's TLS server, which cannot limit connections that have not completed their handshake.
+
+    asyncio reports a connection only after its handshake, which may take a minute.
+    """
 
     def __init__(
         self,
@@ -23,7 +26,7 @@ class TlsListener:
         connections: Connections,
         new_protocol: Callable[[str], BoundedHttpProtocol],
     ) -> None:
-        """`new_protocol`: makes the protocol for a client at a host that was counted already."""
+        """`new_protocol`: makes the protocol of a connection from a host; it is counted already."""
         self._loop = asyncio.get_running_loop()
         self._listener = listener
         self._context = context

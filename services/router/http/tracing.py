@@ -18,7 +18,7 @@ _FINISH_REASONS = {target_pb2.FINISH_REASON_STOP: "stop", target_pb2.FINISH_REAS
 
 
 class Tracing:
-    """Gives every request to `paths` a span, in the trace that its client began if it began one."""
+    """Records a span for every POST request to `paths`, in its client's trace if it has one."""
 
     def __init__(self, app: ASGIApp, *, paths: frozenset[str], tracer: Tracer) -> None:
         self._app = app
@@ -69,6 +69,6 @@ def _end(span: Span, status: int, outcome: int) -> None:
 
 
 def span_of(scope: Scope) -> Span:
-    """The span of the request of `scope`."""
+    """Returns the span of the request of `scope`; NO_SPAN if it is not traced."""
     span: Span = scope.get("state", {}).get("span", NO_SPAN)
     return span

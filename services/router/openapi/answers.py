@@ -1,5 +1,8 @@
-"""The schemas of what is answered. Answers are made as they are sent and not by models, so these are written out;
-a test holds real answers against them."""
+"""The JSON schemas of answers.
+
+Answers are not built from pydantic models, so their schemas are written by hand. A test checks real answers against
+them.
+"""
 
 from __future__ import annotations
 

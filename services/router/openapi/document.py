@@ -138,7 +138,7 @@ def openapi_document(version: str) -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {"title": "Outrider", "version": version, "description": _ABOUT},
-        "security": [{"key": []}, {"x-api-key": []}, {}],  # without configured keys none is required
+        "security": [{"key": []}, {"x-api-key": []}, {}],  # {}: without configured keys no key is required
         "paths": paths,
         "components": {
             "schemas": _request_schemas() | ANSWERS,
@@ -226,7 +226,7 @@ def _untitled(value: Any) -> Any:
 
 
 def _references(found: dict[str, Schema], schemas: Mapping[str, Schema]) -> set[str]:
-    """The names in `found`, and those that their schemas refer to."""
+    """Returns the names in `found`, and those that their schemas refer to, also indirectly."""
     names = set(found)
     waiting: list[Any] = list(found.values())
     while waiting:

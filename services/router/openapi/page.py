@@ -86,7 +86,7 @@ def _fields(schema: Schema) -> Iterator[str]:
 
 
 def _kind(schema: Schema) -> str:
-    """A type in words."""
+    """Returns the type of `schema` in words, as HTML."""
     if "$ref" in schema:
         name = escape(schema["$ref"].rpartition("/")[2])
         return f'<a href="#{name}">{name}</a>'

@@ -1,4 +1,4 @@
-"""The routes of the document and of its page, each built at the first request."""
+"""The routes of the OpenAPI document and its page; each is built at its first request."""
 
 from __future__ import annotations
 

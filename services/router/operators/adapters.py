@@ -60,10 +60,13 @@ _B = TypeVar("_B", bound=BaseModel)
 
 
 class AdapterCalls:
-    """Calls all targets at once. Each loads from its own disk; other routers see the change at the targets."""
+    """Loads and unloads adapters on all targets at once.
+
+    Each target loads an adapter from its own disk. Other routers see the change when they poll the targets.
+    """
 
     def __init__(self, pool: ReplicaPool, model_id: str) -> None:
-        """`model_id`: a name that no adapter may have."""
+        """`model_id`: name of the base model, which no adapter may have."""
         self._pool = pool
         self._model_id = model_id
 
@@ -110,7 +113,10 @@ class AdapterCalls:
         return _as_vllm(done, f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
 
     async def load(self, name: str, path: str, replace: bool, why: str) -> dict[str, Any]:
-        """Returns the outcome for each target. Raises OutriderError if no target has it now."""
+        """Loads an adapter on all targets. Returns the outcome for each of them.
+
+        Raises InvalidRequestError if `name` is the model's own, and OutriderError if all targets failed.
+        """
         if name == self._model_id:
             raise InvalidRequestError(f"{name!r} is the name of the model itself: choose another", param="name")
 
@@ -121,7 +127,10 @@ class AdapterCalls:
         return {"name": name, "targets": await self._ask_all(load)}
 
     async def unload(self, name: str, why: str) -> dict[str, Any]:
-        """Returns the outcome for each target. Raises OutriderError if no target had it."""
+        """Unloads an adapter from all targets. Returns the outcome for each of them.
+
+        Raises OutriderError if all targets failed.
+        """
 
         async def unload(replica: Replica) -> dict[str, Any]:
             return {"num_running": await replica.unload_adapter(name)}
@@ -130,7 +139,10 @@ class AdapterCalls:
         return {"name": name, "targets": await self._ask_all(unload)}
 
     async def _ask_all(self, ask: Callable[[Replica], Awaitable[dict[str, Any]]]) -> list[dict[str, Any]]:
-        """Returns each target's answer, with `error` if it failed. Raises the first error if all failed."""
+        """Returns each target's answer, with `error` if it failed.
+
+        Raises UnavailableError if there are no targets, and the most important error if all failed.
+        """
         replicas = self._pool.replicas
         if not replicas:
             raise UnavailableError("no target is listed now; see /health")
@@ -147,7 +159,7 @@ class AdapterCalls:
             else:
                 told.append({"address": replica.address, **answer})
         if len(errors) == len(replicas):
-            # A target that does not know the adapter, or does not answer, matters less than one that refused it.
+            # A refusal is more important than a target that does not have the adapter or does not answer.
             replica, error = min(errors, key=lambda item: isinstance(item[1], NotFoundError | UnavailableError))
             raise type(error)(f"target {replica.address}: {error.message}")
         return told
@@ -169,7 +181,10 @@ def _why(request: Request, reason: str = "") -> str:
 
 
 def _as_vllm(done: dict[str, Any], success: str) -> Response:
-    """vLLM's text where all targets did it; a script that looks at the status has to see that one did not."""
+    """Returns vLLM's answer with the text `success`.
+
+    Raises UnavailableError if any target failed, so that scripts that only check the status notice it.
+    """
     errors = [f"{target['address']}: {target['error']}" for target in done["targets"] if "error" in target]
     if errors:
         raise UnavailableError("; ".join(errors))

@@ -20,7 +20,7 @@ class Health:
         self._model_id = model_id
 
     async def public(self, request: Request) -> Response:
-        """A caller without a key, which is a probe, learns no more than whether it can answer."""
+        """Answers at the public address; a probe without a key gets only the status."""
         caller = caller_of(request.scope)
         if caller is None:
             return self._answer({})
@@ -48,7 +48,7 @@ class Health:
 
 
 def _describe(replica: Replica) -> dict[str, Any]:
-    """A replica's entry."""
+    """Returns the entry of `replica` with all details, for operators."""
     entry: dict[str, Any] = {"address": replica.address, "status": replica.status, "problem": replica.problem}
     description = replica.description
     if description is not None:
@@ -66,6 +66,9 @@ def _describe(replica: Replica) -> dict[str, Any]:
 
 
 def _outline(entry: dict[str, Any]) -> dict[str, Any]:
-    """Returns `entry` without the target's address, which its problem may contain too."""
+    """Returns `entry` without addresses.
+
+    The status replaces the problem, whose text may contain an address.
+    """
     outline = {name: value for name, value in entry.items() if name not in ("address", "advertised_address")}
     return outline | {"problem": None if entry["problem"] is None else entry["status"]}

@@ -1,6 +1,7 @@
-"""Readings of the targets on the router's page: those that a picker of routers asks for, with vLLM's names.
+"""Metrics of the targets on the router's page, for load balancers that choose among routers.
 
-The picker of llm-d takes exactly these families and `vllm:num_requests_running` from each pod of its pool.
+They have vLLM's names. llm-d's endpoint picker reads exactly these families and `vllm:num_requests_running` from each
+pod of its pool.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Operator switch: the percentage of new requests that may speculate.
 
-It changes no token of an answer (but with `acceptance: rejection`, where drafts have a say). A request is decided on
-when it comes; those that run end as they began.
+The switch does not change the tokens of an answer, except with `acceptance: rejection`, where drafts influence them.
+Each request is decided when it arrives; running requests are not affected.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ class SpeculationSwitch:
         metrics.speculation_percentage.set(percentage)
 
     def draw(self) -> bool:
-        """Returns True if a new request may be speculated for.
+        """Returns whether a new request may speculate.
 
-        Decides at random: with clients that take turns, each side would otherwise have requests of one kind.
+        Decides at random and not in turn: if clients alternate between two kinds of requests, each group would
+        otherwise get only one of them.
         """
         return 100 * random.random() < self.percentage
 

@@ -1,6 +1,6 @@
-"""Prompts that were asked, kept for `outrider distill` where an operator wants that.
+"""Logs the prompts of requests for `outrider distill`. Off by default.
 
-A line for each prompt, with its token IDs and nothing of who asked; from these its text can be read. Off by default.
+Each line has the token IDs of one prompt, and nothing about who sent it. The text can be decoded from the token IDs.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _FULL = "it is full: see router.traffic_log_max_bytes"
 
 
 class TrafficLog:
-    """Appends to a file, up to a size, after which nothing more is kept.
+    """Appends prompts to a file until it has `max_bytes`.
 
-    Several routers may have the same file: each looks at its size before each line, so that it has at most one line of
-    each of them more than it may.
+    Several routers may share the file. Each checks its size before writing a line, so it exceeds the limit by at most
+    one line per router.
     """
 
     def __init__(self, path: str, max_bytes: int) -> None:
@@ -47,7 +47,7 @@ class TrafficLog:
         return None if config.traffic_log_file is None else cls(config.traffic_log_file, config.traffic_log_max_bytes)
 
     def add(self, prompts: Iterable[Sequence[int]]) -> None:
-        """Appends `prompts`. A disk that is full or gone ends the log, but fails no request."""
+        """Appends `prompts`. A full or missing disk ends the log, but never fails a request."""
         if not self._is_open:
             return
         for prompt in prompts:
@@ -62,7 +62,10 @@ class TrafficLog:
                 return
 
     def _append(self, line: bytes) -> None:
-        """Writes `line` as a whole or not at all, so that the next begins a line. Raises OSError."""
+        """Writes `line`. Raises OSError if it cannot be written as a whole.
+
+        A partial line is removed, unless another router has written after it.
+        """
         num_written = os.write(self._file, line)
         if num_written < len(line):
             end = os.lseek(self._file, 0, os.SEEK_CUR)

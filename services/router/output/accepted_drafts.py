@@ -1,4 +1,4 @@
-"""Which tokens of an answer were drafts that the target accepted, for a client that asks (`return_rounds`)."""
+"""Groups the tokens of an answer by round, with the accepted drafts (`return_rounds`)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from cluster.wire.replies import RoundCounts
 
 @dataclass(frozen=True, slots=True)
 class AnswerRound:
-    """The tokens that one step added to a choice: accepted drafts, then the target's own unless the choice ended before
-    it. A plain decode drafted nothing."""
+    """The tokens that one step added to a choice.
+
+    Accepted drafts come first, then the target's own token, unless the choice ended before it. A step without
+    speculation has no drafts.
+    """
 
     num_draft_tokens: int
     num_accepted_tokens: int
@@ -27,9 +30,9 @@ class AnswerRound:
 
 
 def answer_rounds(texts: Sequence[str], rounds: Sequence[RoundCounts]) -> Iterator[AnswerRound]:
-    """Yields the tokens of a reply, whose texts are `texts`, by the step that added them.
+    """Yields the tokens of a reply, grouped by the step that added them.
 
-    There may be fewer tokens than the `rounds` had: a stop string ended the choice.
+    `texts` has the text of each token. There are fewer than the `rounds` had if a stop string ended the choice.
     """
     end = 0
     for counts in rounds:

@@ -1,4 +1,7 @@
-"""The formats in which models call tools. Text that is no call after all is content, with its markup."""
+"""The formats in which models call tools.
+
+Text that turns out not to be a call becomes content, with its markup.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,10 @@ def _qwen3_xml(source: Source, writer: Writer, tools: Sequence[Tool]) -> Reading
 
 
 def _llama3(source: Source, writer: Writer, tools: Sequence[Tool]) -> Reading[None]:
-    """`{"name": ..., "parameters": {...}}` at the start, or behind `<|python_tag|>`; between two of them a `;`."""
+    """Reads `{"name": ..., "parameters": {...}}` at the start or after `<|python_tag|>`.
+
+    Calls that follow each other may be separated by `;`.
+    """
     names = {tool.name for tool in tools}
     has_tag = False
     while True:
@@ -78,7 +84,10 @@ def _llama3(source: Source, writer: Writer, tools: Sequence[Tool]) -> Reading[No
 
 
 def _mistral(source: Source, writer: Writer, _: Sequence[Tool]) -> Reading[None]:
-    """`[TOOL_CALLS]` before a list of calls, or before each call as `name{...}` or `name[ARGS]{...}`."""
+    """Reads `[TOOL_CALLS]` before a list of calls or before each call.
+
+    A call after the marker is an object, `name{...}` or `name[ARGS]{...}`.
+    """
     while marker := (yield from source.until(("[TOOL_CALLS]",), writer.content)):
         source.mark()
         character = yield from source.skip()
@@ -120,7 +129,7 @@ def _named_call(source: Source, writer: Writer) -> Reading[bool]:
 
 
 def _tag(source: Source) -> Reading[str]:
-    """Returns the next tag in brackets; any other text if there is none."""
+    """Returns the next tag in brackets; if there is none, the text read, which may be empty."""
     if not (yield from source.expect("[")):
         return ""
     tag = "["
@@ -164,7 +173,7 @@ def named(name: str) -> Program:
 
 
 def _pass_over(source: Source, tag: str) -> Reading[None]:
-    """Reads `tag` and the white space before it, if it comes: models forget it."""
+    """Skips `tag` and the white space before it, if it comes next: models may forget it."""
     source.mark()
     source.unread((yield from source.skip()))
     if not (yield from source.expect(tag)):
@@ -175,7 +184,7 @@ def _pass_over(source: Source, tag: str) -> Reading[None]:
 class ToolFormat:
     program: Program
     markers: tuple[str, ...]  # markers that the text must show even if they are special tokens
-    has_short_ids: bool = False  # nine letters and digits: the template refuses others
+    has_short_ids: bool = False  # whether calls need IDs of nine letters and digits: the template refuses others
 
 
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
@@ -186,7 +195,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "mistral": ToolFormat(_mistral, ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), has_short_ids=True),
 }
 
-# Text by which a template reveals its format; the first match counts.
+# Strings in a template that identify its format; the first match counts.
 _SIGNS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<tool_call>", "<function="), "qwen3_xml"),
     (("[TOOL_CALLS]",), "mistral"),
@@ -194,13 +203,13 @@ _SIGNS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<|python_tag|>",), "llama3"),
     (('"parameters": dictionary of argument name and its value',), "llama3"),
 )
-_OTHER_FORMATS = ("<arg_key>",)  # formats with partly the same markup: GLM's
+_OTHER_FORMATS = ("<arg_key>",)  # strings of unsupported formats with partly the same markup: GLM's
 
 
 def format_of(template_source: str, tokens: Mapping[str, Any]) -> str | None:
-    """Returns the name of the format that a chat template describes to the model; None if it has none.
+    """Returns the name of the tool format of a chat template; None if it is unknown.
 
-    `tokens`: the model's special tokens, which decide where the template has tools and leaves the markup to them.
+    `tokens`: the model's special tokens. They decide if the template has tools but does not show their markup.
     """
     if any(sign in template_source for sign in _OTHER_FORMATS):
         return None

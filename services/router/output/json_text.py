@@ -1,4 +1,4 @@
-"""JSON that comes character by character."""
+"""Scans JSON that arrives character by character."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\b": "\\b", "\f": "\\f"}
 class ValuePosition(enum.Enum):
     INSIDE = enum.auto()
     LAST = enum.auto()  # the character ends the value
-    PAST = enum.auto()  # the value ended before it: only the next character ends a number
+    PAST = enum.auto()  # the value ended before the character: a number has no last character of its own
     BAD = enum.auto()
 
 
@@ -36,7 +36,7 @@ class _Expects(enum.Enum):
 
 
 class JsonScanner:
-    """Follows one JSON value."""
+    """Tracks the position within one JSON value."""
 
     def __init__(self) -> None:
         self._expects = _Expects.VALUE
@@ -135,6 +135,6 @@ class JsonScanner:
         return ValuePosition.INSIDE
 
     def _ended(self) -> ValuePosition:
-        """After a value: the end, or the rest of the enclosing value."""
+        """Returns the position after a value: LAST, or INSIDE an enclosing value."""
         self._expects = _Expects.COMMA_OR_END
         return ValuePosition.INSIDE if self._open else ValuePosition.LAST

@@ -1,4 +1,4 @@
-"""Log-probabilities as clients read them: OpenAI's two forms, and vLLM's of prompts."""
+"""Formats log-probabilities for clients: OpenAI's two forms, and vLLM's for prompts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LEAST = -9999.0  # JSON's value for the logarithm of zero, as in vLLM
 
 @dataclass(frozen=True)
 class LogprobsFormat:
-    """How an answer names tokens."""
+    """Formats log-probabilities; names tokens by their text or by their ID."""
 
     tokenizer: Tokenizer
     as_token_ids: bool = False  # "token_id:17" in place of the text
@@ -23,10 +23,10 @@ class LogprobsFormat:
     def completion(
         self, token_ids: Sequence[int], scores: TokenLogprobs, *, has_first: bool, text_offset: int
     ) -> tuple[dict[str, Any], int]:
-        """Returns the log-probabilities of a completion's choice, and the number of characters so far.
+        """Returns the log-probabilities of a completion's choice, and its number of characters so far.
 
-        Earlier tokens have `text_offset` characters. Without `has_first` the first token, which is a prompt's, has no
-        score, and `scores` begin after it.
+        `text_offset`: number of characters of earlier tokens. `has_first`: whether the first of `token_ids` has a
+        score; the first token of a prompt has none, and `scores` begin after it.
         """
         texts = [self._text(token) for token in token_ids]
         tokens = [self._name(token) for token in token_ids] if self.as_token_ids else texts
@@ -84,4 +84,4 @@ class LogprobsFormat:
 
 
 def _finite(logprob: float) -> float:
-    return logprob if logprob > _LEAST else _LEAST  # NaN too, which JSON lacks as well
+    return logprob if logprob > _LEAST else _LEAST  # replaces NaN too, which JSON does not have

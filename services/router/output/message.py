@@ -1,5 +1,7 @@
-"""The message that an answer is: its content, its reasoning and its calls, read from its text and written in OpenAI's
-form, whole or in deltas."""
+"""Reads an answer's text as a message, and writes it in OpenAI's form.
+
+A message has content, reasoning and calls. It is written whole or in deltas.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ _ALPHABET = string.ascii_letters + string.digits
 
 @dataclass(frozen=True)
 class Reader:
-    """Reading rules for the answers to one request."""
+    """Settings for reading the answers to one request."""
 
     program: Program = plain
     tools: Sequence[Tool] = ()
@@ -41,7 +43,7 @@ class Reader:
 
 
 class MessageReader:
-    """Reads one answer. The concatenation of its output does not depend on the input's pieces."""
+    """Reads one answer; the result does not depend on how the text is split into pieces."""
 
     def __init__(self, reader: Reader) -> None:
         self._writer = Writer(include_reasoning=reader.include_reasoning, parallel_calls=reader.parallel_calls)
@@ -85,7 +87,10 @@ class MessageWriter:
         return f"call_{secrets.token_hex(12)}"
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """Returns the finish reason of the written answer; `reason`: that of its text."""
+        """Returns the message's finish reason; `reason`: finish reason of the text.
+
+        It is "tool_calls" instead of "stop" if the message has calls and `calls_finish` is set.
+        """
         return "tool_calls" if reason == "stop" and self._num_calls and self._reader.calls_finish else reason
 
     def deltas(self, said: Sequence[Said]) -> list[dict[str, Any]]:

@@ -33,11 +33,11 @@ class Piece:
     rounds: Sequence[AnswerRound] = ()  # rounds of `token_ids`, if requested
     num_cached_tokens: int = 0  # prompt tokens found in the target's prefix cache; on the first piece with tokens
     said: Sequence[Said] = ()  # replaces `text` in a chat whose answers have reasoning or calls
-    num_reasoning_tokens: int = 0  # tokens of the whole choice, on the last piece
+    num_reasoning_tokens: int = 0  # reasoning tokens of the whole choice, on the last piece
 
 
 def merged(pieces: Sequence[Piece]) -> Piece:
-    """All `pieces` of a choice as one."""
+    """Returns all `pieces` of a choice as one piece."""
     logprobs = pieces[0].logprobs
     for piece in pieces[1:]:
         logprobs = joined(logprobs, piece.logprobs)

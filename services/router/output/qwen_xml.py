@@ -1,4 +1,4 @@
-"""Calls as Qwen3-Coder writes them, in tags and not as JSON: `<function=name><parameter=key>value</parameter>`."""
+"""Reads Qwen3-Coder's calls: `<function=name><parameter=key>value</parameter></function>`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ _END_OF_CALL = "</tool_call>"
 
 
 def read_function(source: Source, writer: Writer, schemas: Mapping[str, Mapping[str, Any]]) -> Reading[bool]:
-    """Reads a call behind `<function=`; False when it is none. `schemas`: of the parameters of each function.
+    """Reads a call after `<function=`. Returns False if the text is not a call.
 
-    One that breaks off is a call with the parameters that were complete.
+    `schemas`: JSON schema of the parameters of each function, by name. A call that breaks off keeps the parameters
+    that were complete.
     """
     name = yield from _attribute(source)
     if name is None:
@@ -58,7 +59,7 @@ def _attribute(source: Source) -> Reading[str | None]:
 
 
 def _tag(source: Source, tags: tuple[str, ...]) -> Reading[str | None]:
-    """The one of `tags` that comes next; "" when something else does, None at the end of the text."""
+    """Returns which of `tags` comes next; "" if none does, None at the end of the text."""
     character = yield from source.skip()
     text = ""
     while character:
@@ -78,7 +79,10 @@ def _schema_of(schema: object, key: str) -> Mapping[str, Any]:
 
 
 def _value(text: str, schema: Mapping[str, Any]) -> str:
-    """Returns `text` between the tags as JSON: a string if the schema allows one, otherwise its JSON value."""
+    """Returns `text` between the tags as JSON.
+
+    It is a string if the schema allows one or `text` is not valid JSON, otherwise the value that `text` spells.
+    """
     text = text.removeprefix("\n").removesuffix("\n")
     kinds = schema.get("type")
     if isinstance(kinds, list):

@@ -8,9 +8,9 @@ BEGIN, END = "<think>", "</think>"
 
 
 def read_reasoning(source: Source, writer: Writer, *, has_begun: bool) -> Reading[None]:
-    """Reads as far as the end of the reasoning, if there is any: only at the start of an answer.
+    """Reads the reasoning at the start of an answer, if there is any.
 
-    `has_begun`: the prompt ends within it, as templates of models that always reason see to.
+    `has_begun`: whether the prompt has opened it, as the templates of models that always reason do.
     """
     if not has_begun:
         source.mark()
