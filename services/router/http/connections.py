@@ -82,7 +82,7 @@ class Connections:
 
 
 def _network(host: str) -> str:
-    """Returns the key for the limit per address: an IPv4 address or an IPv6 /64 network."""
+    """Returns the unit of the limit per address: an IPv4 address or IPv6 /64 network."""
     if ":" not in host:
         return host
     try:

@@ -18,7 +18,10 @@ _FINISH_REASONS = {target_pb2.FINISH_REASON_STOP: "stop", target_pb2.FINISH_REAS
 
 
 class Tracing:
-    """Records a span for every POST request to `paths`, in its client's trace if it has one."""
+    """Records a span for every POST request to `paths`.
+
+    The span belongs to the client's trace if the request has one.
+    """
 
     def __init__(self, app: ASGIApp, *, paths: frozenset[str], tracer: Tracer) -> None:
         self._app = app

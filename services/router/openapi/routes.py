@@ -1,4 +1,4 @@
-"""The routes of the OpenAPI document and its page; each is built at its first request."""
+"""The routes of the OpenAPI document and its page, both built at their first request."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def _named_call(source: Source, writer: Writer) -> Reading[bool]:
 
 
 def _tag(source: Source) -> Reading[str]:
-    """Returns the next tag in brackets; if there is none, the text read, which may be empty."""
+    """Returns the next tag in brackets, or other text if there is none."""
     if not (yield from source.expect("[")):
         return ""
     tag = "["
@@ -173,7 +173,7 @@ def named(name: str) -> Program:
 
 
 def _pass_over(source: Source, tag: str) -> Reading[None]:
-    """Skips `tag` and the white space before it, if it comes next: models may forget it."""
+    """Skips white space and `tag` if it comes next: models may forget it."""
     source.mark()
     source.unread((yield from source.skip()))
     if not (yield from source.expect(tag)):
@@ -207,7 +207,7 @@ _OTHER_FORMATS = ("<arg_key>",)  # strings of unsupported formats with partly th
 
 
 def format_of(template_source: str, tokens: Mapping[str, Any]) -> str | None:
-    """Returns the name of the tool format of a chat template; None if it is unknown.
+    """Returns the name of a chat template's tool format; None if it is unknown.
 
     `tokens`: the model's special tokens. They decide if the template has tools but does not show their markup.
     """

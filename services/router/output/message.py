@@ -43,7 +43,7 @@ class Reader:
 
 
 class MessageReader:
-    """Reads one answer; the result does not depend on how the text is split into pieces."""
+    """Reads one answer; the result does not depend on how the text is split."""
 
     def __init__(self, reader: Reader) -> None:
         self._writer = Writer(include_reasoning=reader.include_reasoning, parallel_calls=reader.parallel_calls)

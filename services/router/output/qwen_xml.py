@@ -59,7 +59,7 @@ def _attribute(source: Source) -> Reading[str | None]:
 
 
 def _tag(source: Source, tags: tuple[str, ...]) -> Reading[str | None]:
-    """Returns which of `tags` comes next; "" if none does, None at the end of the text."""
+    """Returns which of `tags` comes next; "" if none does, None at the text's end."""
     character = yield from source.skip()
     text = ""
     while character:

@@ -1,4 +1,4 @@
-"""The text of an answer as readers consume it, and the parts that they produce."""
+"""The characters of an answer that readers consume, and the parts that they produce."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Source:
         self._since_mark: list[str] = []
 
     def read(self) -> Reading[str]:
-        """Returns the next character; "" at the end of the text, any number of times."""
+        """Returns the next character; "" at the end of the text, also if called again."""
         while self._position == len(self._piece):
             if self._has_ended:
                 return ""
@@ -47,7 +47,7 @@ class Source:
         return character
 
     def run(self, pattern: re.Pattern[str]) -> str:
-        """Reads the characters that match `pattern` and have arrived, which saves reading them one by one."""
+        """Reads all arrived characters that match `pattern`, faster than one by one."""
         match = pattern.match(self._piece, self._position)
         if match is None:
             return ""
@@ -57,7 +57,7 @@ class Source:
         return match[0]
 
     def unread(self, text: str) -> None:
-        """Makes `text`, the last text that was read, unread."""
+        """Puts back `text`, which must be the last text that was read."""
         self._piece = text + self._piece[self._position :]
         self._position = 0
         kept = "".join(self._since_mark)
@@ -71,7 +71,7 @@ class Source:
         return "".join(self._since_mark)
 
     def skip(self, characters: str = WHITE_SPACE) -> Reading[str]:
-        """Returns the next character that is none of `characters`."""
+        """Skips `characters`, and returns the next other character; "" at the end of the text."""
         while True:
             character = yield from self.read()
             if not character or character not in characters:
@@ -87,9 +87,9 @@ class Source:
         return True
 
     def until(self, markers: Collection[str], take: Callable[[str], None]) -> Reading[str]:
-        """Passes the text before one of `markers` to `take`, as soon as it is certain.
+        """Passes the text before the next of `markers` to `take`, as soon as it arrives.
 
-        Returns the marker, or "" at the end of the text.
+        Text that may be the beginning of a marker is held back. Returns the marker, or "" at the end of the text.
         """
         prose = _without("".join(marker[0] for marker in markers))
         held = ""
@@ -166,11 +166,11 @@ class Writer:
 
     @property
     def reasoning_text(self) -> str:
-        """All of the reasoning, included or not."""
+        """All reasoning so far, also if the output does not include it."""
         return "".join(self._reasoning)
 
     def end(self) -> None:
-        """Must be called at the end of the text."""
+        """Adds held white space unless there was a call. Must be called last."""
         if self._held_content and not self.num_calls:
             self._say("content", self._held_content)
         self._held_content = ""

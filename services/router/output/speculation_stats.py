@@ -15,7 +15,7 @@ class SpeculationStats:
     acceptance_histogram: list[int] = field(default_factory=list)  # rounds by their number of accepted drafts
 
     def count_round(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
-        """Takes in one round that verified draft tokens."""
+        """Counts one round that verified draft tokens."""
         self.num_drafts += 1
         self.num_draft_tokens += num_draft_tokens
         self.num_accepted_tokens += num_accepted_tokens
@@ -37,9 +37,10 @@ class SpeculationStats:
         }
 
     def to_vllm(self) -> dict[str, Any]:
-        """The same by the names of vLLM's `metrics.speculative_decoding`; of a choice that something was drafted for.
+        """Returns the statistics with the names of vLLM's `metrics.speculative_decoding`.
 
-        vLLM's `num_spec_tokens` is the depth that is configured; where it is chosen, it is the deepest round's.
+        There must be at least one round with drafts. vLLM's `num_spec_tokens` is the configured number of drafts; here
+        it is the largest number in one round, as the target chooses it.
         """
         missing = self.max_draft_tokens + 1 - len(self.acceptance_histogram)
         return {

@@ -1,4 +1,4 @@
-"""Stop strings: where a text that comes in pieces has to end."""
+"""Stop strings: finds the end of a text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Iterable
 class StopStrings:
     """The strings that end a text.
 
-    A text ends as soon as one of them is complete in it; where two are complete at the same character, the longer
-    one counts. So the end is a property of the text alone, whatever the pieces it came in. It is cut before the
-    stop string, or after it if `in_output`.
+    A text ends as soon as it contains one of them. If two are complete at the same character, the longer one counts. So
+    the end does not depend on the pieces in which the text arrives. The text is cut before the stop string, or after it
+    if `in_output` is set.
     """
 
     def __init__(self, strings: Iterable[str] = (), *, in_output: bool = False) -> None:
@@ -22,7 +22,7 @@ class StopStrings:
 
 
 class StopMatcher:
-    """Passes one text on, piece by piece, as far as it certainly belongs to the output."""
+    """Cuts one text at its first stop string; holds back text that may begin one."""
 
     def __init__(self, stop_strings: StopStrings) -> None:
         self.stopped_at: str | None = None  # the stop string that was found
@@ -33,7 +33,10 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """Returns the text that can be passed on after `text` has come; "" once it has stopped."""
+        """Takes the next piece. Returns the text that certainly belongs to the output.
+
+        Returns "" after a stop string was found.
+        """
         if self.stopped_at is not None:
             return ""
         pending = self._held + text
@@ -56,13 +59,16 @@ class StopMatcher:
         return would_stop
 
     def flush(self) -> str:
-        """Returns the withheld text, at the end of the text."""
+        """Returns the text that was held back. Must be called last."""
         held, self._held = self._held, ""
         self._num_matched = [0] * len(self._patterns)
         return held
 
     def _advance(self, character: str) -> str | None:
-        """The stop string that `character` completes. (Knuth, Morris and Pratt, for each string.)"""
+        """Returns the stop string that `character` completes; None if there is none.
+
+        Runs the algorithm of Knuth, Morris and Pratt for each string.
+        """
         for index, (string, borders) in enumerate(self._patterns):
             num_matched = self._num_matched[index]
             while num_matched and string[num_matched] != character:
@@ -76,7 +82,10 @@ class StopMatcher:
 
 
 def _borders(string: str) -> list[int]:
-    """For each prefix of `string`, the length of its longest proper prefix that is also its suffix."""
+    """Returns the length of the longest border of each prefix of `string`.
+
+    A border is a proper prefix that is also a suffix.
+    """
     borders = [0] * len(string)
     length = 0
     for index in range(1, len(string)):

@@ -1,4 +1,4 @@
-"""Calls that models write as JSON: {"name": ..., "arguments": {...}}."""
+"""Reads calls that models write as JSON: {"name": ..., "arguments": {...}}."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class _MalformedError(Exception):
 
 
 def read_call(source: Source, writer: Writer, names: Collection[str] | None = None) -> Reading[bool]:
-    """Reads a call, after its `{`. Returns False if it is none, without output.
+    """Reads a call after its `{`. Returns False without output if it is none.
 
-    With `names` it has to call one of them, and give arguments: without them, any JSON object with a name would be a
-    call. One that breaks off after its arguments have begun is a call with the arguments as far as they go.
+    With `names` the call must name one of them and have arguments; otherwise any JSON object with a name would count as
+    a call. A call that breaks off within its arguments counts, with the arguments so far.
     """
     call = _Call(source, writer, names)
     try:
@@ -35,7 +35,10 @@ def read_call(source: Source, writer: Writer, names: Collection[str] | None = No
 
 
 def read_arguments(source: Source, writer: Writer) -> Reading[bool]:
-    """Reads an object of arguments, behind its `{`, of a call that has begun; False when it breaks off."""
+    """Reads the arguments of a call after their `{`. Returns False if they break off.
+
+    The call must have been written with `begin_call`.
+    """
     writer.arguments("{")
     try:
         yield from _value(source, "{", writer.arguments)
@@ -45,7 +48,7 @@ def read_arguments(source: Source, writer: Writer) -> Reading[bool]:
 
 
 def read_calls(source: Source, writer: Writer) -> Reading[bool]:
-    """Reads a list of calls, behind its `[`; False when not even the first is one."""
+    """Reads a list of calls after its `[`. Returns False if the first is none."""
     is_first = True
     while (yield from source.skip()) == "{":
         if not (yield from read_call(source, writer)):
@@ -78,7 +81,7 @@ class _Call:
                 self._fail(character)
             key = json.loads((yield from _collected(source, '"')), strict=False)
             if is_first and key not in ARGUMENT_KEYS | {"name", "type", "function", "id"}:
-                raise _MalformedError  # early enough to stream an answer in JSON
+                raise _MalformedError  # as early as possible: an answer that is other JSON should stream
             is_first = False
             if (character := (yield from source.skip())) != ":":
                 self._fail(character)
@@ -134,12 +137,15 @@ class _Call:
 
 
 def is_name(text: str) -> bool:
-    """Returns whether a function can have that name; lone surrogates, which JSON can spell, are not printable."""
+    """Returns whether a function may have the name `text`.
+
+    It must be printable. This excludes lone surrogates, which JSON can spell.
+    """
     return 0 < len(text) <= MAX_NAME_CHARACTERS and text.isprintable()
 
 
 def _loaded(text: str) -> tuple[str, object]:
-    """Parses the JSON in `text`, also in forms that other parsers accept."""
+    """Returns `text` and its JSON value. Raises _MalformedError if it is not JSON."""
     try:
         value = from_json(text, allow_inf_nan=False)
     except ValueError as error:
@@ -154,7 +160,10 @@ def _collected(source: Source, first: str) -> Reading[str]:
 
 
 def _value(source: Source, first: str, take: Callable[[str], None]) -> Reading[None]:
-    """Passes the JSON value that begins with `first` to `take`, without `first`."""
+    """Passes the JSON value that begins with `first` to `take`, without `first`.
+
+    Raises _MalformedError if it is invalid or breaks off.
+    """
     scanner = JsonScanner()
     step = scanner.step(first)
     if first in WHITE_SPACE or step is ValuePosition.BAD:

@@ -1,4 +1,4 @@
-"""The tools of a request: their definitions, which of them are to be called, and the grammar that sees to it."""
+"""The tools of a request: definitions, the tool choice, and the grammar that enforces it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ToolChoice:
 
 
 def to_tools(value: object) -> tuple[Tool, ...]:
-    """A request's `tools`, checked. Raises ValueError or InvalidRequestError."""
+    """Returns a request's `tools`. Raises ValueError or InvalidRequestError if they are invalid."""
     if not isinstance(value, list):
         raise ValueError("should be a list")
     if len(value) > MAX_TOOLS:
@@ -109,7 +109,7 @@ def _depth(value: object) -> int:
 
 
 def to_tool_choice(value: object) -> ToolChoice:
-    """A request's `tool_choice`, checked. Raises ValueError."""
+    """Returns a request's `tool_choice`. Raises ValueError if it is invalid."""
     match value:
         case "auto" | "none" | "required":
             return ToolChoice(value)
@@ -119,7 +119,7 @@ def to_tool_choice(value: object) -> ToolChoice:
 
 
 def check_choice(choice: ToolChoice, tools: Sequence[Tool]) -> None:
-    """Raises InvalidRequestError where `choice` has no tool to choose."""
+    """Raises InvalidRequestError if `choice` requires a call and `tools` lack the tool for it."""
     if choice.is_forced and not tools:
         raise InvalidRequestError(f"tool_choice={excerpt(choice.mode)} needs tools", param="tool_choice")
     if choice.mode == "named" and choice.name not in {tool.name for tool in tools}:
@@ -130,11 +130,11 @@ def check_choice(choice: ToolChoice, tools: Sequence[Tool]) -> None:
 
 
 def tool_grammar(choice: ToolChoice, tools: Sequence[Tool], *, parallel: bool) -> Grammar | None:
-    """Returns the grammar of the whole answer if a call is demanded.
+    """Returns the grammar of the whole answer; None unless a call is required.
 
-    For a named function it is that of the arguments; otherwise that of a list of {"name": ..., "parameters": ...},
-    with one call unless they may be `parallel`. Raises InvalidRequestError if the parameters of a tool that may be
-    called cannot be enforced.
+    If `choice` names a function, the answer consists of its arguments. Otherwise it is a list of objects {"name": ...,
+    "parameters": ...}, with exactly one unless `parallel` is set. Raises InvalidRequestError if the parameters of a
+    tool that may be called cannot be enforced.
     """
     indices = {tool.name: index for index, tool in enumerate(tools)}
     if choice.mode == "named":
@@ -153,13 +153,16 @@ def tool_grammar(choice: ToolChoice, tools: Sequence[Tool], *, parallel: bool) -
 
 
 def _parameters(tool: Tool, index: int) -> dict[str, Any]:
-    """Returns the enforceable schema of the arguments of `tool`, with definitions named differently for each tool."""
+    """Returns the enforceable schema of the arguments of `tool`.
+
+    The names of its definitions differ from those of other tools.
+    """
     name = f"tools[{index}].function.parameters"
     return enforceable_schema({"type": "object", **tool.parameters}, name, prefix=f"tool{index}-")
 
 
 def _call_schema(tool: Tool, index: int, definitions: dict[str, Schema]) -> Schema:
-    """Returns the schema of a call of `tool`; adds the schemas it refers to to `definitions`."""
+    """Returns the schema of a call of `tool`; adds its own definitions to `definitions`."""
     parameters = _parameters(tool, index)
     definitions.update(parameters.pop("$defs", {}))
     return {

@@ -18,16 +18,16 @@ from services.router.output.stop import StopMatcher, StopStrings
 
 @dataclass(frozen=True)
 class TextFormat:
-    """How the tokens of the choices of a request become text."""
+    """Settings for converting the tokens of a request's choices to text."""
 
     tokenizer: Tokenizer
     stop_strings: StopStrings
     skip_special_tokens: bool
     end_token_ids: frozenset[int]  # tokens that end a sequence and are not part of its text
     stop_token_ids: frozenset[int]  # end tokens that the request named
-    min_tokens: int = 0  # tokens before stop strings count
-    has_no_tokens: bool = False  # drops the only token: the request wants none
-    shown_special_tokens: Collection[int] = ()  # keeps them even if others are skipped
+    min_tokens: int = 0  # number of tokens before stop strings take effect
+    has_no_tokens: bool = False  # drops the only token, because the request asks for none
+    shown_special_tokens: Collection[int] = ()  # special tokens that are kept even if others are skipped
     has_rounds: bool = False  # whether pieces report the round of each token
     reader: Reader | None = None  # reader of a chat whose answers have reasoning or calls
 
@@ -52,9 +52,9 @@ class ChoiceWriter:
         logprobs: TokenLogprobs | None,
         rounds: Sequence[RoundCounts] = (),
     ) -> Piece:
-        """Returns the piece that `token_ids` add, without those after a stop string.
+        """Returns the piece for `token_ids`, without tokens after a stop string.
 
-        `finish_reason`: that of the choice if they are its last.
+        `finish_reason`: finish reason of the choice if these are its last tokens, else None.
         """
         if self._form.has_no_tokens:
             self.num_tokens += len(token_ids)
@@ -76,7 +76,7 @@ class ChoiceWriter:
         return piece
 
     async def num_reasoning_tokens(self) -> int:
-        """Returns the number of tokens of the reasoning's text, at most those of the answer."""
+        """Returns the number of tokens of the reasoning, at most that of the whole answer."""
         text = "" if self._reader is None else self._reader.reasoning_text
         if not text:
             return 0
@@ -105,7 +105,7 @@ class ChoiceWriter:
         return rest
 
     def _matched(self, token_ids: Sequence[int], finish_reason: str | None) -> Piece:
-        # One by one: the last token must not depend on how many arrived at once.
+        # Takes the tokens one by one, so that the last token does not depend on how many arrived at once.
         assert self._matcher is not None
         said, self._texts = list[Said](), []
         for num_tokens, token_id in enumerate(token_ids, start=1):
@@ -126,7 +126,7 @@ class ChoiceWriter:
         return self._reader.push(text, is_last=is_last)
 
     def _cut(self, said: Sequence[Said]) -> list[Said]:
-        """Returns `said` without content that may begin a stop string, and without the content after one."""
+        """Returns `said` without content that may begin a stop string, or that follows one."""
         assert self._matcher is not None
         held = "" if self._reader is None else self._reader.held_content
         kept: list[Said] = []

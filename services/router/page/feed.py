@@ -1,6 +1,7 @@
-"""Live events for viewers of the page: the tokens that each step added to each choice, and its accepted drafts.
+"""Live events for viewers of the page: tokens that each step added to a choice.
 
-It has no text, no token and no request's ID. Without viewers nothing is kept: a reply costs a look at `is_watched`.
+Events also have the accepted drafts of each step, but no text, token IDs or request IDs. Without viewers nothing is
+recorded: a reply then only costs a check of `is_watched`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MAX_VIEWERS = 16
 MAX_STEPS = 500  # steps in one event, over all choices
 _INTERVAL_S = 0.1
 _WORKERS_INTERVAL_S = 1.0
-_MAX_BEHIND = 20  # events that wait for one viewer
+_MAX_BEHIND = 20  # maximum number of events that wait for one viewer
 
 
 class Feed:
@@ -39,7 +40,7 @@ class Feed:
         self._viewers: set[_Viewer] = set()
         self._steps: list[list[Any]] = []
         self._num_steps = 0
-        self._left_out = [0, 0]  # steps, tokens
+        self._left_out = [0, 0]  # numbers of steps and tokens that the next event leaves out
         self._running: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
@@ -49,7 +50,7 @@ class Feed:
 
     def note(self, choice: int, num_tokens: int, rounds: Sequence[RoundCounts], *, has_ended: bool) -> None:
         """Records a reply for `choice`. Must only be called while `is_watched`."""
-        num_steps = 1 + 2 * len(rounds)  # at most: plain tokens may precede each round and follow the last
+        num_steps = 1 + 2 * len(rounds)  # the maximum: plain tokens may precede each round and follow the last
         if self._num_steps + num_steps > MAX_STEPS:
             self._left_out[0] += num_steps
             self._left_out[1] += num_tokens
@@ -62,8 +63,8 @@ class Feed:
     ) -> AsyncGenerator[bytes, None]:
         """Yields the server-sent events of one viewer; the first is `hello`.
 
-        They end when `is_let_in` returns False. It is asked before each event, and so about once a second at least,
-        when the workers' state comes. Raises OverloadedError if there are `MAX_VIEWERS` already.
+        They end when `is_let_in` returns False. It is called before each event, thus at least about once a second, when
+        the workers' state is sent. Raises OverloadedError if there are `MAX_VIEWERS` already.
         """
         if len(self._viewers) >= MAX_VIEWERS:
             raise OverloadedError(f"{MAX_VIEWERS} pages are connected already; close one, or retry later")
@@ -127,7 +128,7 @@ class Feed:
 
 
 class _Viewer:
-    """The events that wait for one viewer; the oldest are dropped."""
+    """Queue of events for one viewer; a full queue drops the oldest."""
 
     def __init__(self) -> None:
         self._waiting: deque[bytes] = deque(maxlen=_MAX_BEHIND)
@@ -147,7 +148,10 @@ class _Viewer:
 
 
 def _flat(num_tokens: int, rounds: Sequence[RoundCounts]) -> list[int]:
-    """Drafted and accepted tokens of each step in order; 0 and n for n plain decodes in a row."""
+    """Returns the numbers of drafted and accepted tokens of each step, in order.
+
+    n plain decodes in a row are one entry: 0 and n.
+    """
     flat: list[int] = []
     end = 0
     for counts in rounds:

@@ -1,4 +1,4 @@
-"""The page's routes: its files, which need no key, and its events, which need one like any call."""
+"""The page's routes: its files, which need no key, and its events, which need one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _HEADERS = {
 
 
 class StatusPage:
-    """`hello`: the first event for a viewer."""
+    """Serves the files and the events of the page. `hello`: returns a viewer's first event."""
 
     def __init__(self, feed: Feed, hello: Callable[[], Mapping[str, Any]]) -> None:
         self._feed = feed
@@ -59,7 +59,7 @@ class StatusPage:
 
     def routes(self) -> list[Route]:
         endpoints = {path: file.show for path, file in self._files.items()} | {EVENTS_PATH: self._show_events}
-        # For this page only, not for other programs.
+        # They are not in the schema: only this page uses them.
         return [Route(path, show, methods=["GET"], include_in_schema=False) for path, show in endpoints.items()]
 
     async def _show_events(self, request: Request) -> Response:

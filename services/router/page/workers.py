@@ -13,7 +13,7 @@ _MAX_TARGETS = 16
 
 
 class Workers:
-    """Asks the targets of `pool`, each from where its last observation ended."""
+    """Polls the targets of `pool` for their steps and answers since the last poll."""
 
     def __init__(self, pool: ReplicaPool) -> None:
         self._pool = pool

@@ -1,1 +1,1 @@
-"""POST /v1/responses: OpenAI's newer form of a chat, as far as it needs nothing stored."""
+"""POST /v1/responses: OpenAI's newer chat API, without features that store responses."""

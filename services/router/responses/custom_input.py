@@ -22,7 +22,10 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 class CustomInput:
-    """Decodes the text of one call as its arguments come. Arguments of another form are the text as they are."""
+    """Decodes the text of one call while its arguments arrive.
+
+    Arguments in another form are returned unchanged as the text.
+    """
 
     def __init__(self) -> None:
         self._unread = ""
@@ -47,7 +50,7 @@ class CustomInput:
         return _decoded(complete[0])
 
     def end(self) -> str:
-        """Returns the remaining text when all arguments have come."""
+        """Returns the remaining text. Must be called after all arguments have arrived."""
         if self._has_begun:
             return ""
         try:

@@ -1,4 +1,7 @@
-"""The routes of responses. Nothing is stored, so earlier responses cannot be retrieved."""
+"""The routes of OpenAI's Responses API.
+
+Nothing is stored, so earlier responses cannot be retrieved.
+"""
 
 from __future__ import annotations
 
@@ -58,10 +61,13 @@ class Responses(ChatCompletions):
         return prompts if len(prompts[0]) <= room else [self._truncated(request, room) or prompts[0]]
 
     def _truncated(self, request: ResponsesChat, room: int) -> list[int]:
-        """Returns the prompt without the oldest messages, so that it leaves `room`; [] if that is impossible."""
+        """Returns the prompt without the oldest messages, so that it has at most `room` tokens.
+
+        Returns [] if that is impossible.
+        """
         cuts = _cuts(request.messages)
         prompt: list[int] = []
-        while cuts:  # the minimum that suffices
+        while cuts:  # binary search for the shortest cut that suffices
             middle = len(cuts) // 2
             conversation = replace(request.conversation, messages=cuts[middle])
             attempt = self._prompts.encode(conversation, add_special_tokens=request.add_special_tokens)
@@ -81,9 +87,10 @@ class Responses(ChatCompletions):
 
 
 def _cuts(messages: list[Message]) -> list[list[Message]]:
-    """`messages` without ever more of the oldest, down to what the last user said; system messages stay.
+    """Returns versions of `messages` without the oldest ones, from the longest to the shortest.
 
-    None of them begins with the result of a call that is gone.
+    System messages stay, and a user message follows them, so that no tool result is left without its call. The
+    shortest version begins with the last user message.
     """
     cuts = []
     for start in range(1, len(messages)):

@@ -1,4 +1,4 @@
-"""The `input` of a request for a response: items, which become the messages of a chat."""
+"""Converts the items of `input` in a Responses request to the messages of a chat."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ Message = dict[str, Any]
 
 
 def to_chat_messages(instructions: str | None, value: object) -> list[Message]:
-    """Converts `instructions` and `input` to the messages of a chat. Raises InvalidRequestError naming the item.
+    """Converts `instructions` and the field `input` (`value`) to the messages of a chat.
 
-    Items of other types, such as calls of tools that OpenAI's servers run, are left out, with one warning in the log.
+    Items of unsupported types, such as calls of tools that OpenAI's servers run, are left out, with one warning in the
+    log. Raises InvalidRequestError naming the item.
     """
     conversation = _Conversation()
     if instructions:
@@ -36,7 +37,7 @@ def to_chat_messages(instructions: str | None, value: object) -> list[Message]:
 
 
 class _Conversation:
-    """Items of one turn of the assistant, reasoning, text and calls, are one message of it."""
+    """Collects messages; reasoning, text and calls of one assistant turn become one message."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
@@ -108,7 +109,7 @@ def _string(item: Mapping[str, Any], field: str, where: str) -> str:
 
 
 def _content(value: object, where: str) -> str | list[dict[str, str]] | None:
-    """The content of a chat's message; its parts have the types that they have in a chat."""
+    """Returns the content of a chat message, with the types of its parts converted."""
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -126,7 +127,7 @@ def _part(part: object, where: str) -> dict[str, str]:
 
 
 def _reasoning(item: Mapping[str, Any]) -> str:
-    """Its text, or else its summary."""
+    """Returns the text of a reasoning item, or else of its summary."""
     for field in ("content", "summary"):
         parts = item.get(field)
         if isinstance(parts, list):

@@ -27,11 +27,11 @@ class OutputItems:
     """The items of one answer while it is generated."""
 
     def __init__(self, custom_tools: Collection[str] = ()) -> None:
-        """`custom_tools`: the names whose calls are custom_tool_call items."""
+        """`custom_tools`: names of the tools whose calls are custom_tool_call items."""
         self._custom_tools = custom_tools
         self._items: list[Item] = []
-        self._is_open = False  # the last item
-        self._pieces: list[str] = []  # pieces that are not in its text yet
+        self._is_open = False  # whether the last item may still grow
+        self._pieces: list[str] = []  # pieces that are not in the last item's text yet
         self._input = CustomInput()  # input of a custom tool's last call
 
     @property
@@ -47,7 +47,7 @@ class OutputItems:
         return self._items
 
     def say(self, said: Sequence[Said], call_ids: Iterator[str]) -> Iterator[Event]:
-        """Returns the events of `said`; each call takes one of `call_ids`."""
+        """Yields the events of `said`; each call takes one of `call_ids`."""
         for one in said:
             kind = self._item_type(one)
             if not self._is_open or self._items[-1]["type"] != kind or one.kind == "call":
@@ -60,7 +60,7 @@ class OutputItems:
                 yield self._delta(text)
 
     def close(self, status: str = "completed") -> Iterator[Event]:
-        """The events of the end of the last item, if it is open."""
+        """Yields the events of the end of the last item, if it is open."""
         if not self._is_open:
             return
         kind = self._items[-1]["type"]

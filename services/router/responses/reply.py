@@ -1,4 +1,4 @@
-"""A response: its object, and the events of it while it comes."""
+"""Writes a response as one object, or as a stream of events."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Progress:
     output: OutputItems
     has_begun: bool = False  # whether its first events were made
     finish_reason: str | None = None
-    numbers: Iterator[int] = field(default_factory=itertools.count)  # numbers of events
+    numbers: Iterator[int] = field(default_factory=itertools.count)  # sequence numbers of events
 
 
 @dataclass(frozen=True, kw_only=True)

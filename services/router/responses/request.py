@@ -1,4 +1,4 @@
-"""A request for a response, and the corresponding chat request."""
+"""Converts a request of OpenAI's Responses API to a chat request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from services.router.responses.tools import custom_tool_names, to_chat_tool_choi
 # Fields with the same meaning in a chat, which validates them.
 PASSED_ON = ("model", "stream", "temperature", "top_p", "parallel_tool_calls", "stop", *EXTENSIONS)
 
-# Fields that are refused unless they ask for nothing, and why.
+# Fields that are refused, with the values that have no effect and are accepted, and the reason.
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "previous_response_id": ((), "this server stores nothing: send the earlier items in input"),
     "conversation": ((), "this server stores nothing: send the earlier items in input"),
@@ -34,7 +34,7 @@ IGNORED = IGNORED_FIELDS | {
     "prompt_cache_options",
 }
 
-# Names of the fields in a chat, and here.
+# Chat fields, and their names in the Responses API.
 _NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -44,7 +44,7 @@ _NAMES = {
 
 
 class ResponsesRequest(BaseModel):
-    """Fields that are not passed on to the chat unchanged."""
+    """The fields of a request except those that the chat takes unchanged."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -61,7 +61,7 @@ class ResponsesRequest(BaseModel):
 
 
 class ResponsesChat(ChatRequest):
-    """The chat request for a response."""
+    """The chat request that a Responses request is converted to."""
 
     prompt_field = "input"
 
@@ -73,7 +73,7 @@ class ResponsesChat(ChatRequest):
 
     @property
     def custom_tools(self) -> frozenset[str]:
-        """The names of the tools whose calls are custom_tool_call items."""
+        """Names of the tools whose calls are custom_tool_call items."""
         return custom_tool_names(self.origin.tools)
 
 
@@ -104,7 +104,7 @@ def to_chat(fields: dict[str, Any]) -> ResponsesChat:
 
 
 def renamed(error: InvalidRequestError) -> InvalidRequestError:
-    """`error` of a chat, with the name that its field has here."""
+    """Returns `error` with the chat field's name replaced by that of the Responses API."""
     name = _NAMES.get(error.param or "")
     if name is None:
         return error

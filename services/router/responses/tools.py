@@ -1,7 +1,7 @@
-"""Converts the tools of a request for a response to those of a chat.
+"""Converts the tools of a Responses request to those of a chat.
 
-A custom tool takes text. For the model it is a function with one string parameter. Tools of other types are run by
-OpenAI's servers, or only models that were trained for them can call them: they are left out.
+A custom tool takes text. For the model it is a function with one string parameter. Tools of other types are left out:
+OpenAI's servers run them, or only models that were trained for them can call them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from services.router.output.tools import INPUT_PARAMETER
 def to_chat_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
     """Returns the functions and custom tools among `tools`, as functions; the chat checks them.
 
-    The log has one warning that lists the kinds that are left out. Raises InvalidRequestError.
+    Other types are left out, with one warning in the log. Raises InvalidRequestError if a tool is not an object with a
+    type.
     """
     functions = []
     left_out: set[str] = set()
@@ -45,12 +46,15 @@ def to_chat_tool_choice(choice: str | dict[str, Any]) -> object:
 
 
 def custom_tool_names(tools: Sequence[Any]) -> frozenset[str]:
-    """Returns the names of the custom tools among `tools`, which are checked."""
+    """Returns the names of the custom tools among `tools`, which must be valid."""
     return frozenset(tool["name"] for tool in tools if tool["type"] == "custom")
 
 
 def _function_of(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the function that a custom tool is for the model; the description of its parameter has the grammar."""
+    """Returns the function that represents a custom tool for the model.
+
+    If the tool has a grammar, the description of the parameter contains it.
+    """
     parameter = {"type": "string"}
     match tool.get("format"):
         case {"type": "grammar", "syntax": str(syntax), "definition": str(definition)}:

@@ -1,4 +1,4 @@
-"""Translates the keywords of a schema that are about arrays."""
+"""Translates the array keywords of a schema."""
 
 from __future__ import annotations
 
@@ -64,7 +64,10 @@ def _items(schema: Mapping[str, Any], least: int, num_first: int) -> Any:
 def _unique(
     schema: Mapping[str, Any], path: str, least: int, most: int | None, references: References
 ) -> dict[str, Any]:
-    """Returns the schema of arrays of distinct items: each has some of the listed values, in their order."""
+    """Returns the schema of arrays of distinct items.
+
+    Each array has some of the listed values, in the order of the list.
+    """
     values = None if "prefixItems" in schema else finite_values(schema.get("items"), references)
     where = at(path, "uniqueItems")
     if values is None:

@@ -26,7 +26,7 @@ from services.router.structured.values import (
 )
 
 MAX_DEPTH = 64
-MAX_SCHEMAS = 4096  # within one
+MAX_SCHEMAS = 4096  # maximum number of schemas within one
 MAX_DEFINITIONS = 256
 
 _KEYWORDS = {
@@ -44,7 +44,7 @@ _KEYWORDS = {
 """The keywords that limit values of a type; "number" has those of integers."""
 _IN_PLACE = ("$ref", "allOf", "anyOf", "oneOf")
 _REFUSED = ("not", "if", "then", "else", "$dynamicRef", "$recursiveRef")
-# Names that xgrammar ignores when it compares two schemas: it would use the first schema for both.
+# Names that xgrammar ignores when it compares two schemas. If they differ only in these, it uses the first for both.
 _OVERLOOKED = frozenset(
     {"title", "default", "description", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema"}
 )
@@ -159,7 +159,7 @@ class _Translation:
             raise SchemaError(at(path, "type"), f"should be one or more of {', '.join(TYPES)}")
 
     def _types(self, schema: Mapping[str, Any], path: str) -> list[str]:
-        """Returns the types that a schema names, or else those that its keywords are about."""
+        """Returns the types that a schema names, or else those that its keywords apply to."""
         if "type" not in schema:
             return [type_ for type_, keywords in _KEYWORDS.items() if keywords & schema.keys()]
         names = list(dict.fromkeys([schema["type"]] if isinstance(schema["type"], str) else schema["type"]))
@@ -217,7 +217,7 @@ class _Translation:
         return self._names[reference]
 
     def _check_ends(self, schema: Mapping[str, Any], definitions: Mapping[str, Mapping[str, Any]]) -> None:
-        """Raises SchemaError if values of `schema` could not end, or a definition stands for itself."""
+        """Raises SchemaError if `schema` has no finite value, or a definition just refers to itself."""
         ending: set[str] = set()
         while True:
             more = {name for name, inner in definitions.items() if name not in ending and _can_end(inner, ending)}
@@ -245,7 +245,7 @@ def _can_end(schema: Mapping[str, Any], ending: set[str]) -> bool:
 
 
 def _stands_for(name: str, schema: Mapping[str, Any], definitions: Mapping[str, Any], seen: set[str]) -> bool:
-    """Returns whether a value of `schema` may be one of the definition `name`, with nothing around it."""
+    """Returns whether `schema` leads to the definition `name` through `$ref` and `anyOf` only."""
     if "$ref" in schema:
         other = str(schema["$ref"]).rpartition("/")[2]
         if other == name or other in seen:

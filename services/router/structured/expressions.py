@@ -1,4 +1,4 @@
-"""Expressions over classes of characters, into which patterns are parsed."""
+"""Regular expressions as trees of character classes, and operations on them."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Repeat:
 Node = Class | Concatenation | Alternatives | Repeat
 
 EMPTY = Concatenation(())
-NOTHING = Alternatives(())  # no text
+NOTHING = Alternatives(())  # matches no text, not even the empty one
 
 
 def with_one_of(needed: Ranges, node: Node) -> Node:
@@ -91,7 +91,7 @@ def with_one_of(needed: Ranges, node: Node) -> Node:
                 )
             )
         case Repeat(inner, least, most):
-            # The first expression with a character of `needed` comes first, or after any number of others.
+            # The repetition with a character of `needed` comes first; in `inner*`, others may precede it.
             if most == 0:
                 return NOTHING
             rest = Repeat(inner, max(0, least - 1), None if most is None else most - 1)
@@ -125,7 +125,7 @@ def simplified(node: Node) -> Node:
 
 
 def widths(node: Node) -> tuple[int, int | None]:
-    """Returns the lengths, in characters, of the shortest and the longest text."""
+    """Returns the lengths in characters of the shortest and the longest text; None: unbounded."""
     match node:
         case Class():
             return 1, 1
@@ -150,7 +150,7 @@ def _sum(each: Iterable[tuple[int, int | None]]) -> tuple[int, int | None]:
 
 
 def texts_of(node: Node) -> tuple[str, ...] | None:
-    """Returns the texts, if there are at most `MAX_TEXTS`."""
+    """Returns all texts that `node` matches; None if there are more than `MAX_TEXTS`."""
     found: Iterable[str] | None = None
     match node:
         case Class(allowed):
@@ -173,7 +173,7 @@ def texts_of(node: Node) -> tuple[str, ...] | None:
 
 
 def _joined(parts: Sequence[tuple[str, ...] | None]) -> tuple[str, ...] | None:
-    """Returns each text of the first part before each of the second, and so on."""
+    """Returns all concatenations of one text of each part; None if there are too many."""
     found: tuple[str, ...] = ("",)
     for part in parts:
         if part is None:
@@ -201,7 +201,7 @@ def written(node: Node) -> str:
 
 
 def count(least: int, most: int | None) -> str:
-    """Returns the repetition suffix of the expression before it."""
+    """Returns the suffix for `least` to `most` repetitions, such as "*" or "{2,5}"."""
     match least, most:
         case 0, None:
             return "*"

@@ -1,4 +1,4 @@
-"""The formats of strings that are enforced, with their expressions, and those that are ignored."""
+"""The string formats of schemas: those enforced, with their expressions, and those ignored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Structured output: from OpenAI's `response_format` and vLLM's fields to one grammar."""
+"""Converts `response_format` and vLLM's fields for structured output to one grammar."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _structured_outputs(value: object) -> Grammar:
     if not isinstance(value, Mapping):
         raise _refusal(name, "should be an object", value)
     given = {key: kind for key, kind in value.items() if kind not in (None, False)}
-    # Options of vLLM's backends, which do not change the constraint.
+    # Options of vLLM's backends. Those that change the constraint are refused; `disable_fallback` has no effect here.
     for key in ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"):
         if given.pop(key, None) is not None:
             raise InvalidRequestError(f"{name}.{key} is not supported; leave it out", param=name)
@@ -103,7 +103,7 @@ def _guided(name: str, value: object) -> Grammar:
 
 
 def _json_schema(name: str, value: object) -> Grammar:
-    """`value`: the schema, as an object or as JSON."""
+    """Returns the grammar for a JSON schema; `value`: an object, or its JSON text."""
     if isinstance(value, str):
         value = _parsed(name, value, "should be a schema")
     if not isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Translates the keywords of a schema that are about objects."""
+"""Translates the object keywords of a schema."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _REFUSED = ("dependentRequired", "dependentSchemas", "dependencies")
 
 @dataclass
 class _Object:
-    """The parts of an object's schema, their schemas as the client wrote them."""
+    """The parts of an object's schema; schemas within it are not translated yet."""
 
     properties: dict[str, tuple[Any, str]]  # schema and path by name
     required: list[str]
     others: Any  # schema of the values of all other names; False: there are no others
     others_path: str
-    names: str | None = None  # expression of those other names
+    names: str | None = None  # expression that all other names match; None: any name
 
 
 def object_(schema: Mapping[str, Any], path: str, translate: Translate, references: References) -> dict[str, Any]:
     """Returns the schema of the objects that `schema` allows. Raises SchemaError.
 
-    An object that names properties has no others, unless its schema says so or `minProperties` asks for more.
+    A schema that names properties allows no others, unless it has a keyword for them or `minProperties` requires more.
     """
     for keyword in _REFUSED:
         if keyword in schema:
@@ -68,7 +68,7 @@ def _parts(schema: Mapping[str, Any], path: str, least: int) -> _Object:
 
 
 def _apply_names(parts: _Object, schema: Mapping[str, Any], path: str, references: References) -> None:
-    """Applies `propertyNames`: a list of names makes them properties; else the names follow an expression."""
+    """Applies `propertyNames`: listed names become properties, others must match an expression."""
     if "propertyNames" not in schema:
         return
     place = at(path, "propertyNames")
@@ -104,7 +104,7 @@ def _check_names(parts: _Object, place: str, is_allowed: Callable[[str], bool]) 
 
 
 def _list_names(parts: _Object, names: Iterable[str]) -> None:
-    """Makes properties of `names`, if they are allowed, and forbids all others."""
+    """Makes `names` properties, if other names are allowed, and then forbids all others."""
     for name in names if parts.others is not False else ():
         parts.properties.setdefault(name, (parts.others, parts.others_path))
     parts.others = False

@@ -39,7 +39,7 @@ MAX_REPEATS = 10_000
 _MAX_CHARACTERS = 4096
 _MAX_CHARACTERS_WITH_LOOK_AHEAD = 40  # the rewritten expression grows with their square
 
-Items = abc.Sequence[Any]  # in the parser's form
+Items = abc.Sequence[Any]  # parsed items, as Python's regex parser returns them
 # xgrammar 0.2.8 compiles expressions in ASCII to automata, and some automata accept too much: `a(cb{1,3})?` accepts
 # "ab". It compiles expressions with any other character, even if repeated zero times, to rules.
 _AS_RULES = "(?:\u00e9{0})"
@@ -62,7 +62,7 @@ class Pattern:
     repeated: str = ""  # the class of characters if the expression is a single class, repeated
 
     def texts(self) -> tuple[str, ...] | None:
-        """Returns all texts, if there are at most 64."""
+        """Returns all texts; None if there are more than 64."""
         return texts_of(self.node)
 
 
@@ -80,7 +80,7 @@ _NEGATED: dict[Any, Any] = {
 
 @lru_cache(maxsize=256)
 def rewrite(pattern: str) -> Pattern:
-    """Returns `pattern` in the form that grammars follow. Raises PatternError."""
+    """Rewrites `pattern` so that grammars follow it exactly. Raises PatternError if that is impossible."""
     if len(pattern) > (_MAX_CHARACTERS_WITH_LOOK_AHEAD if "(?!" in pattern else _MAX_CHARACTERS):
         raise PatternError("is too long")
     try:
@@ -100,7 +100,7 @@ def rewrite(pattern: str) -> Pattern:
 
 
 def repeated(characters: str, shortest: int, longest: int | None) -> str:
-    """Returns the expression of `shortest` to `longest` of `characters`, a class as it is written."""
+    """Returns the expression for `shortest` to `longest` characters of the class `characters`."""
     return f"^{_AS_RULES}{characters}{count(shortest, longest)}$"
 
 
@@ -112,7 +112,7 @@ def any_characters() -> str:
 def _sequence(items: Items, *, is_first: bool, is_last: bool) -> Node:
     """Returns the sequence of `items`.
 
-    `is_first`, `is_last`: nothing comes before it, or after it, in the whole expression: anchors have no effect there.
+    `is_first`, `is_last`: whether it begins or ends the whole expression, where anchors have no effect.
     """
     items = list(items)
     while is_first and items and items[0] == (ops.AT, ops.AT_BEGINNING):
@@ -170,7 +170,7 @@ def _class(items: Items) -> Ranges:
             case ops.RANGE:
                 part = ranges(value)
             case ops.CATEGORY if value in _CATEGORIES:
-                # Characters on which the dialects disagree must not be in the class: they are all beyond ASCII.
+                # Characters on which the dialects disagree, which are all beyond ASCII, must not be in the class.
                 part = ranges(*_CATEGORIES[value], (0x80, 0x10FFFF)) if is_negated else _CATEGORIES[value]
             case ops.CATEGORY if value in _NEGATED:
                 beyond = () if not is_negated else ((0x80, 0x10FFFF),)
@@ -182,9 +182,9 @@ def _class(items: Items) -> Ranges:
 
 
 def _except(assertion: Any, node: Node) -> Node:
-    """Returns `node` without the texts that `(?!...)` before it forbids: those that consist of certain characters.
+    """Returns `node` without the texts that the negative look-ahead `assertion` forbids.
 
-    pydantic's Decimal has such a look-ahead, `(?!^[-+.]*$)`.
+    Raises PatternError unless it forbids texts of certain characters, such as `(?!^[-+.]*$)` in pydantic's Decimal.
     """
     direction, items = assertion
     items = [item for item in items if item[0] is not ops.AT]

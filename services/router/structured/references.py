@@ -48,7 +48,7 @@ class References:
         return schema
 
     def spend(self, num_steps: int = 1) -> None:
-        """Raises SchemaError if comparing the parts of the schema has taken too many steps."""
+        """Counts steps of comparing the schema's parts. Raises SchemaError after MAX_STEPS."""
         self._num_steps += num_steps
         if self._num_steps > MAX_STEPS:
             raise SchemaError("", "takes too long to check: make it simpler")

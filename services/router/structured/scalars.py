@@ -1,4 +1,4 @@
-"""Translates the keywords of a schema that are about strings and numbers."""
+"""Translates the string and number keywords of a schema."""
 
 from __future__ import annotations
 
@@ -67,7 +67,10 @@ def text_of(schema: Mapping[str, Any], path: str) -> Pattern | None:
 
 
 def _limited(pattern: Pattern, shortest: int, longest: int | None, schema: Mapping[str, Any], path: str) -> str:
-    """Returns the expression of those texts of `pattern` that have `shortest` to `longest` characters."""
+    """Returns the expression of the texts of `pattern` with `shortest` to `longest` characters.
+
+    Raises SchemaError unless `pattern` repeats a single class of characters.
+    """
     shortest = max(shortest, pattern.shortest)
     if pattern.longest is not None:
         longest = pattern.longest if longest is None else min(longest, pattern.longest)

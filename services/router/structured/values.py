@@ -17,7 +17,7 @@ _MAX_DEPTH = 8
 
 
 def type_of(value: object) -> str:
-    """Returns the type of a value of JSON: "number" for a whole one, too."""
+    """Returns the type of a JSON value; "number" for integers, too."""
     match value:
         case None:
             return "null"

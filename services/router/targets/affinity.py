@@ -1,8 +1,8 @@
-"""Sends the turns of a conversation to one target, which has their keys and values, without keeping any state.
+"""Sends all turns of a conversation to one target, which has cached the earlier ones.
 
-Of the targets with about the least load the one is chosen for which the hash of the conversation and its address is
-highest: rendezvous hashing (Thaler and Ravishankar 1998). All routers agree, and a target that joins or leaves changes
-the target of only its share of the conversations.
+The router keeps no state for this. Among the targets with about the least load it chooses the one with the highest hash
+of conversation and address: rendezvous hashing (Thaler and Ravishankar 1998). So all routers choose the same target,
+and if a target joins or leaves, only its share of the conversations moves.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ from dataclasses import dataclass
 
 from services.router.targets.replica import Replica
 
-_OPENING_TOKENS = 256  # of a prompt without messages: what prompts that continue each other share, most of the time
-_MORE_SEQUENCES = 1  # than the least loaded target may have the one with the earlier turns: cheaper than their prompt
+# First tokens that identify a prompt without messages; a prompt that continues another usually shares them.
+_OPENING_TOKENS = 256
+# How many more sequences than the least loaded target the one with the earlier turns may have. Waiting for one sequence
+# is cheaper than computing the earlier turns again.
+_MORE_SEQUENCES = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +33,10 @@ class ConversationKey:
     ) -> ConversationKey:
         """Returns the key of a prompt of `token_ids`.
 
-        `name` is what the client calls the conversation. Without it the key is made of `opening`, the text up to the
-        end of the first user message, and without that of the prompt's first tokens.
+        `name`: the client's name of the conversation. If it is None, the key is made from `opening`, the text up to the
+        end of the first user message. If that is None too, it is made from the prompt's first tokens.
         """
-        if opening is None:  # no messages show whether there were earlier turns
+        if opening is None:  # without messages, the length decides if there were earlier turns
             has_earlier_turns = len(token_ids) > _OPENING_TOKENS
             if name is None:
                 opening = ",".join(map(str, token_ids[:_OPENING_TOKENS]))
@@ -44,7 +47,7 @@ class ConversationKey:
         return cls(digest.digest(), has_earlier_turns)
 
     def preferred(self, replicas: Sequence[Replica]) -> Replica | None:
-        """Returns the one of `replicas` that gets the conversation; None if there are none."""
+        """Returns the replica that gets the conversation; None if `replicas` is empty."""
         least = min((replica.load for replica in replicas), default=0)
         most = least + (_MORE_SEQUENCES if self.has_earlier_turns else 0)
         return max((replica for replica in replicas if replica.load <= most), key=self._rank, default=None)

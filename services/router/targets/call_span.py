@@ -18,7 +18,7 @@ class CallSpan:
     """The span of one call on one target, from entering it to leaving it."""
 
     def __init__(self, parent: Span, replica: Replica, request: target_pb2.GenerateRequest) -> None:
-        """Writes the span into `request`, as the parent of the target's."""
+        """Starts the span, and writes it into `request` as the parent of the target's span."""
         self._span = NO_SPAN
         if parent.is_recorded:
             self._span = parent.start_child(

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_COMMAND_BYTES = 2**18  # size at which a message gets no more commands; workers take messages of 16 MiB
-_WOKEN_AT_ONCE = 16  # calls per turn; then the event loop does its other work first
+_COMMAND_BYTES = 2**18  # size from which no more commands are added to a message; workers accept up to 16 MiB
+_WOKEN_AT_ONCE = 16  # number of calls to wake before the event loop does other work
 
 
 class Call:
@@ -37,7 +37,10 @@ class Call:
         self._arrival: asyncio.Future[None] | None = None
 
     def put(self, reply: CallReply) -> bool:
-        """Keeps `reply` for `take`. Returns True if none was waiting: the caller must then `wake`, now or soon."""
+        """Keeps `reply` for `take`. Returns True if no other reply was waiting.
+
+        The caller must then call `wake`, now or soon.
+        """
         if self._waiting is not None:
             self._waiting.merge(reply)
             return False
@@ -45,12 +48,15 @@ class Call:
         return True
 
     def wake(self) -> None:
-        """Lets `take` go on."""
+        """Resumes `take` if a reply is waiting."""
         if self._waiting is not None and self._arrival is not None and not self._arrival.done():
             self._arrival.set_result(None)
 
     async def take(self) -> CallReply:
-        """Waits for replies since the last call. Raises the OutriderError that ended the call."""
+        """Waits for a reply, and returns all since the last `take` as one.
+
+        Raises the OutriderError that ended the call.
+        """
         if self._waiting is None:
             self._arrival = self._loop.create_future()
             await self._arrival
@@ -75,11 +81,11 @@ class _OtherWorkerError(Exception):
 
 
 class CallStream:
-    """One gRPC stream to a target. Its end ends every call on it; the next call needs a new one.
+    """One gRPC stream to a target. When it ends, all calls on it end.
 
-    The reader never waits for a call, so that a client that reads slowly delays no other. Calls are woken a few at
-    a time. A message that comes before all have had their turn is merged into those that wait, so that an overloaded
-    router writes fewer and longer chunks instead of ever later ones.
+    The next call then needs a new stream. The reader never waits for a call, so a slow client does not delay others.
+    Calls are woken a few at a time. If a message arrives before all of them are woken, its replies are merged into
+    those that wait: an overloaded router writes fewer and longer chunks instead of falling behind.
     """
 
     def __init__(
@@ -89,10 +95,11 @@ class CallStream:
         explain: Callable[[str | None], OutriderError],
         epoch: int | None = None,
     ) -> None:
-        """`translate` returns the caller's error for one that the target reports, `explain` for the stream's end.
+        """`translate` returns the caller's error for an error that the target reports.
 
-        `explain` gets the reason why the stream broke, or None if the worker ended it in good order. Replies of a
-        worker with another `epoch` are dropped, as the description is not that worker's.
+        `explain` returns the caller's error for the end of the stream. It gets the reason why the stream broke, or None
+        if the worker closed it normally. If a worker with another `epoch` serves the stream, all calls on it fail,
+        because the target's description is about a different worker.
         """
         self.has_begun = False  # whether a worker serves it
         self.has_ended = False
@@ -104,7 +111,7 @@ class CallStream:
         self._calls: dict[int, Call] = {}
         self._woken_next: deque[Call] = deque()
         self._unsent: OrderedDict[int, target_pb2.StartCall] = OrderedDict()
-        self._cancelled: list[int] = []  # calls not sent to the worker yet
+        self._cancelled: list[int] = []  # cancelled calls that the worker is not notified of yet
         self._has_commands = asyncio.Event()
         self._reader = asyncio.create_task(self._read())
         self._writer = asyncio.create_task(self._write())
@@ -124,7 +131,7 @@ class CallStream:
         self._stream.cancel()
         self._reader.cancel()
         self._writer.cancel()
-        # Copies: an exception raised by many tasks would collect all their tracebacks.
+        # Each call gets a copy: an exception that many tasks raise would collect all their tracebacks.
         self._deliver({number: CallReply(error=copy.copy(error)) for number in self._calls})
 
     async def close(self) -> None:
@@ -137,7 +144,7 @@ class CallStream:
     def _cancel(self, number: int) -> None:
         if self._calls.pop(number, None) is None:  # the last reply has arrived, and was not taken
             return
-        if self._unsent.pop(number, None) is None:  # otherwise the worker never receives it
+        if self._unsent.pop(number, None) is None:  # an unsent call needs no cancellation
             self._cancelled.append(number)
             self._has_commands.set()
 
@@ -148,7 +155,7 @@ class CallStream:
                 await self._stream.write(await self._next_commands())
 
     async def _next_commands(self) -> target_pb2.GenerateCommands:
-        """Returns all waiting commands as one message; only some of them if they are large."""
+        """Waits for commands, and returns them as one message; only some if they are large."""
         while not (self._unsent or self._cancelled):
             self._has_commands.clear()
             await self._has_commands.wait()

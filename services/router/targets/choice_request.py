@@ -11,7 +11,10 @@ from services.router.targets.affinity import ConversationKey
 
 @dataclass(frozen=True, slots=True)
 class ChoiceRequest:
-    """The request for one choice. Its message is made when it is sent, as choices share all of this."""
+    """The request for one choice.
+
+    Its message is only made when it is sent, because the choices of a request share most of these fields.
+    """
 
     template: target_pb2.GenerateRequest  # without the fields below
     prompt_token_ids: Sequence[int]
@@ -21,7 +24,7 @@ class ChoiceRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Length of the longest sequence that a target has to hold for the choice."""
+        """Number of token IDs that a target must hold while the choice waits."""
         return len(self.prompt_token_ids) + len(self.template.constraints.allowed_token_ids)
 
     @property
@@ -34,7 +37,7 @@ class ChoiceRequest:
         return not self.template.HasField("num_speculative_tokens") or self.template.num_speculative_tokens > 0
 
     def to_wire(self, token_ids: Sequence[int] = ()) -> target_pb2.GenerateRequest:
-        """Returns the message to a target; `token_ids` were generated on another."""
+        """Returns the message to a target. `token_ids`: tokens that another target generated."""
         message = target_pb2.GenerateRequest(
             prompt_token_ids=self.prompt_token_ids,
             max_tokens=self.max_tokens,
@@ -44,5 +47,5 @@ class ChoiceRequest:
         message.MergeFrom(self.template)
         if token_ids:
             message.prompt_token_ids.extend(token_ids)
-            message.ClearField("num_prompt_logprobs")  # they came before the tokens
+            message.ClearField("num_prompt_logprobs")  # the other target sent them before its tokens
         return message

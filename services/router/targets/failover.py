@@ -1,7 +1,8 @@
-"""Runs a sequence to its end on any target: another worker continues one that was lost.
+"""Runs a sequence to its end on any target, even if its worker is lost.
 
-A worker that takes it over gets the prompt with all tokens so far, the seed and the choice. As noise depends on seed
-and position alone, and penalties on the tokens, the answer goes on as it would have; the client sees a pause.
+A worker that takes over gets the prompt with all tokens so far, the seed and the choice's index. The random noise only
+depends on the seed, the index and the position, and penalties only on the tokens. So the answer continues as it would
+have, and the client only notices a pause.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from services.router.targets.replicas import AdapterRef, Replica, ReplicaLostErr
 
 logger = logging.getLogger(__name__)
 
-_MAX_DEATHS = 2  # consecutive workers lost before they yielded a token of the request, which may be the cause
+_MAX_DEATHS = 2  # workers that a request may lose in a row without a new token: it may be the cause
 _MAX_MOVES = 32
 _FULL_PAUSE_S = 0.5
 
@@ -45,12 +46,15 @@ async def run_anywhere(
     observer: CallObserver,
     is_patient: Callable[[], bool],
 ) -> AsyncGenerator[CallReply, None]:
-    """Yields the replies to `request` up to one with a finish reason. Closing it frees the sequence.
+    """Yields the replies to `request`, up to one with a finish reason.
 
-    Waits up to `max_pause_seconds` for a worker that can go on: once there are tokens, one that answers alike. If the
-    queues of all are full it waits likewise if there are tokens, or `is_patient`.
-    Raises OutriderError: UnavailableError when there is no worker in that time, OverloadedError where their queues are
-    full, InternalError for a request whose workers die before they yield a token of it.
+    If a worker is lost, waits up to `max_pause_seconds` for another one. Once there are tokens, it must have the same
+    traits, unless the pool allows different ones. If all queues are full, waits for the same time if there are tokens
+    or `is_patient` returns True. Closing the generator frees the sequence.
+
+    Raises UnavailableError if no worker can continue in that time, or after _MAX_MOVES moves. Raises OverloadedError
+    if all queues are full, and InternalError if _MAX_DEATHS workers in a row were lost without a new token. Raises
+    ModelNotFoundError if the adapter has been unloaded. Errors that a target reports for the request are raised, too.
     """
     await pool.wait_out_change()
     request_id, adapter = request.template.request_id, AdapterRef.of(request.template)
@@ -63,10 +67,10 @@ async def run_anywhere(
             continued = request.to_wire(token_ids)
             with CallSpan(observer.span, replica, continued) as call:
                 replies = replica.generate(continued)
-                del continued  # it may be large, and is not needed here while it runs
+                del continued  # frees the message, which may be large, while the call runs
                 async with contextlib.aclosing(replies):
                     async for reply in replies:
-                        if reply.prompt_logprobs is not None:  # the next worker begins them again
+                        if reply.prompt_logprobs is not None:  # another worker sends them from the beginning again
                             scores, start = reply.prompt_logprobs, max(0, num_scored - num_rescored)
                             num_rescored += len(scores)
                             reply.prompt_logprobs = scores.part(start, len(scores))

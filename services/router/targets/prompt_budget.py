@@ -1,7 +1,8 @@
-"""How many prompt tokens the router holds at once, and how many of one request wait at targets.
+"""Limits the prompt tokens in the router, and those of one request at targets.
 
-A request's prompts stay in the router's memory until it has ended; its choices share them. What targets are asked for
-they hold choice by choice, so a request has only so much of it wait there: its other choices wait here, as one number.
+A request's prompts stay in the router's memory until it has ended; its choices share them. A target holds them once for
+each choice. So only a limited number of a request's tokens wait at targets; its other choices wait in the router, where
+each costs only a number.
 """
 
 from __future__ import annotations
@@ -21,16 +22,17 @@ MAX_WAITING_TOKENS_AT_TARGETS = 2**18
 
 
 class PromptBudget:
-    """The prompt tokens of all requests in flight. It belongs to one event loop."""
+    """Counts and limits the prompt tokens of all requests in flight. Not thread-safe."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._num_tokens = 0
 
     def take(self, scope: Mapping[str, Any], num_tokens: int, param: str) -> None:
-        """Counts the prompts of the request of `scope` until `GivesBack` releases them. `param`: their field.
+        """Counts the prompt tokens of the request of `scope` until `GivesBack` releases them.
 
-        Raises InvalidRequestError if they never fit, and OverloadedError if they do not fit now.
+        `param`: the field of the prompts. Raises InvalidRequestError if they alone exceed the limit, and
+        OverloadedError if they do not fit now.
         """
         if num_tokens > self._limit:
             raise InvalidRequestError(
@@ -49,7 +51,7 @@ class PromptBudget:
 
 
 class GivesBack:
-    """Releases the requests' tokens, however they ended."""
+    """Middleware that releases the prompt tokens of each request when it ends."""
 
     def __init__(self, app: ASGIApp, *, budget: PromptBudget) -> None:
         self._app = app
@@ -64,20 +66,23 @@ class GivesBack:
 
 
 class StartWindow:
-    """Starts the choices of one request in order, while the waiting tokens at targets stay within a limit.
+    """Starts the choices of one request in order, and limits its tokens waiting at targets.
 
-    One choice may always wait there, however long it is.
+    A choice waits from its start to its first token. One choice may always wait, even if it exceeds the limit.
     """
 
     def __init__(self, limit: int = MAX_WAITING_TOKENS_AT_TARGETS) -> None:
-        self.has_begun = False  # whether a choice has a token
+        self.has_begun = False  # whether any choice has got a token
         self._limit = limit
         self._num_tokens = 0
         self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     @contextlib.asynccontextmanager
     async def place(self, num_tokens: int) -> AsyncIterator[StartPlace]:
-        """Waits for a place for a choice of `num_tokens`; the choice may run on after it has left the place."""
+        """Waits for a place for a choice of `num_tokens`.
+
+        The choice gives up the place at its first token and continues without one.
+        """
         await self._enter(num_tokens)
         place = StartPlace(self, num_tokens)
         try:
@@ -94,7 +99,7 @@ class StartWindow:
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # both may happen at the same moment
+            if not turn.cancelled():  # the choice may have got its turn at the moment when it was cancelled
                 self.leave(num_tokens)
             raise
 

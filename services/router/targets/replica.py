@@ -29,19 +29,19 @@ from services.router.targets.traits import Traits
 logger = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 0.5
-POLL_TIMEOUT_S = 1.5  # two in a row, with the intervals: a worker that is connected and silent is given up within 4 s
+POLL_TIMEOUT_S = 1.5  # after two in a row, within 4 s with the intervals, a worker that is silent is abandoned
 _SILENT_POLLS = 2
 _ADAPTER_TIMEOUT_S = 300.0
 _MAX_MESSAGE_BYTES = 16 * 2**20
 
 _CHANNEL_OPTIONS = [
-    # Descriptions cross every half second, so a ping is sent only when the other side has gone silent. What notices
-    # that a ping is not answered is the last option, which is a minute by default.
+    # Descriptions arrive every half second, so a ping is sent only when the other side has gone silent. The last of
+    # these options limits the wait for its answer, which is a minute by default.
     ("grpc.keepalive_time_ms", 2000),
     ("grpc.keepalive_timeout_ms", 2000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.ping_timeout_ms", 2000),
-    # By default gRPC reconnects to a worker only minutes after its return, if it was away for minutes.
+    # By default gRPC may take minutes to reconnect to a worker that was away for minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
@@ -78,16 +78,16 @@ class AdapterRef(NamedTuple):
 
 
 class ReplicaLostError(UnavailableError):
-    """A replica accepted a call and will not finish it; another can continue it from the tokens so far.
+    """A replica will not finish a call, which another can continue from its tokens so far.
 
     lost: its stream broke, it was restarted, or it is silent although it is connected;
-    draining: it refused or gave up the call, or ended the stream in good order, as it is about to end;
-    stuck: it reports that its engine makes no step;
+    draining: it is shutting down, and refused or gave up the call, or closed the stream;
+    stuck: it reports that its engine makes no progress;
     unloaded: it refused the call, because it no longer holds the call's adapter.
     """
 
     def __init__(self, reason: LossReason, *, was_reached: bool = True) -> None:
-        """`was_reached`: the call may have arrived at the replica."""
+        """`was_reached`: whether the call may have arrived at the replica."""
         super().__init__(_TOLD_OF_LOSS[reason])
         self.reason = reason
         self.was_reached = was_reached
@@ -107,15 +107,17 @@ class Replica:
         notify: Callable[[], None] = lambda: None,
         dialer: Dialer = PLAIN,
     ) -> None:
-        """`object_to` returns why it cannot be used together with the others; `notify` is called when its problem
-        changes or its silence ends; `dialer` makes the channel."""
+        """`object_to` returns why the replica cannot be used with the others, or None.
+
+        `notify` is called when its problem changes, or when it answers again after silence. `dialer` makes the channel.
+        """
         self.address = address
         self.description: target_pb2.TargetDescription | None = None
         self.traits: Traits = ()  # as last reported; (): unknown
         self.adapters: dict[str, str] | None = None  # as last reported: fingerprints by name; None: never reported
         self.status: ReplicaStatus = "down"
         self.problem: str | None = "has not answered yet"  # None: it is up, requests may be sent here
-        self.is_next = True  # it was not asked yet, or its only obstacle is that it differs from the pool
+        self.is_next = True  # whether it was not polled yet, or is refused only because it differs from the pool
         self.num_in_flight = 0
         self._num_others = 0  # sequences of other routers there at the last poll
         self._tokenizer_fingerprint = tokenizer_fingerprint
@@ -180,16 +182,16 @@ class Replica:
 
     @property
     def load(self) -> int:
-        """Number of sequences at the replica: ours, and the others that it reported."""
+        """Number of sequences at the replica: this router's, and the others that it reported."""
         return self.num_in_flight + self._num_others
 
     @property
     def is_silent(self) -> bool:
-        """True if the last poll was not answered in time; others are chosen first, even while it is up."""
+        """True if the last poll was not answered in time: other replicas are preferred."""
         return self._num_silent_polls > 0
 
     async def poll(self) -> None:
-        """Asks for the description. Decides whether requests may be sent to the replica, and whether it is lost."""
+        """Polls the description. Decides if the replica may get requests, and if it is lost."""
         number = next(self._polls)
         await self._follow_certificates()
         failure: grpc.aio.AioRpcError | None = None
@@ -211,7 +213,7 @@ class Replica:
         assert failure is not None
         self._count_silence(failure.code())
         if self.problem is None and 0 < self._num_silent_polls < _SILENT_POLLS:
-            # A short delay may have caused it, and it may be the only target.
+            # A short delay may be the cause, and this may be the only target.
             logger.info("target %s does not answer: other targets are preferred", self.address)
             return
         self.description = None
@@ -221,7 +223,10 @@ class Replica:
             logger.warning("target %s has never answered: check that it is at this address", self.address)
 
     async def _follow_certificates(self) -> None:
-        """Switches new calls to a new channel if none run on the old one: a working connection is kept."""
+        """Opens a new channel if the certificates have changed and the replica is down.
+
+        A channel that works or has calls is kept.
+        """
         version = self._dialer.version
         if version == self._dialer_version or self.status != "down" or self.num_in_flight:
             return
@@ -240,10 +245,10 @@ class Replica:
             await asyncio.sleep(POLL_INTERVAL_S)
 
     async def generate(self, request: target_pb2.GenerateRequest) -> AsyncGenerator[CallReply, None]:
-        """Streams the replies to `request`, up to one with a finish reason. Closing the iterator frees the sequence.
+        """Yields the replies to `request`, up to one with a finish reason.
 
-        What has not been taken yet is merged: at most one reply waits. Raises OutriderError; ReplicaLostError where
-        another replica can go on.
+        Replies that have not been taken yet are merged, so at most one waits. Closing the generator frees the sequence.
+        Raises OutriderError; it is ReplicaLostError if another replica can continue.
         """
         if self._is_closed:  # it was removed after it had been chosen
             raise ReplicaLostError("draining")
@@ -264,7 +269,7 @@ class Replica:
             call.cancel()
 
     async def wait_idle(self) -> None:
-        """Waits until no call of ours runs on the replica."""
+        """Waits until no call of this router runs on the replica."""
         await self._is_idle.wait()
 
     async def close(self) -> None:
@@ -274,7 +279,10 @@ class Replica:
         await self._channel.close()
 
     def _count_silence(self, failure: grpc.StatusCode) -> None:
-        """A lost worker ends its stream by itself; a hanging one may stay connected forever."""
+        """Counts polls without an answer; ends all calls after _SILENT_POLLS in a row.
+
+        The stream of a lost worker breaks by itself, but a hanging worker may stay connected forever.
+        """
         if failure is not grpc.StatusCode.DEADLINE_EXCEEDED:
             self._num_silent_polls = 0
             return
@@ -284,7 +292,7 @@ class Replica:
 
     def _consider(self, description: target_pb2.TargetDescription) -> None:
         if self._calls_epoch not in (None, description.epoch):
-            # Another worker answers at this address: the holder of the old stream has no sequence of ours.
+            # Another worker answers at this address, and it does not have the sequences of the old stream.
             self._give_up("lost")
         self._calls_epoch = description.epoch
         if description.is_stuck:
@@ -317,8 +325,12 @@ class Replica:
             self._calls.fail(ReplicaLostError(reason))
 
     def _explain_end(self, why: str | None) -> ReplicaLostError:
-        """The error of calls whose stream has ended. The other replicas are chosen until it has answered a poll."""
-        if why is None:  # a draining worker does it when nothing runs on the stream
+        """Returns the error of calls whose stream has ended.
+
+        `why`: the reason; None if the worker closed the stream. Other replicas are chosen until this one answers a
+        poll.
+        """
+        if why is None:  # a draining worker closes the stream when no call runs on it
             self._become("draining", _IS_DRAINING)
             return ReplicaLostError("draining")
         logger.warning("target %s: its stream has ended: %s", self.address, why)
@@ -326,7 +338,10 @@ class Replica:
         return ReplicaLostError("lost", was_reached=self._calls is not None and self._calls.has_begun)
 
     def _translate(self, error: OutriderError) -> OutriderError:
-        """Returns the error for the client. Only messages about the request are passed on; others may hold secrets."""
+        """Returns the caller's error for an error that the target reports.
+
+        Only messages about the request are passed on; others may contain secrets.
+        """
         if isinstance(error, InvalidRequestError):
             return error
         logger.warning("target %s: %s: %s", self.address, error.grpc_code.name, error.message)
@@ -345,7 +360,7 @@ class Replica:
             return
         if problem is None:
             logger.info("target %s is up", self.address)
-        elif status == "down" and not self._has_answered:  # it may be loading its model, so this is not reported
+        elif status == "down" and not self._has_answered:  # it may be loading its model, so this is not a warning
             logger.info("waiting for target %s: it %s", self.address, problem)
         else:
             logger.warning("target %s is not used: %s", self.address, problem)

@@ -34,21 +34,21 @@ _NO_TARGET = "no target worker can answer now; see /health"
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits that every usable replica keeps, so that a sequence can go to any of them."""
+    """The limits that all usable replicas share: a sequence within them can run on any."""
 
     vocab_size: int
     max_model_len: int
     max_speculative_tokens: int
     wire_version: int
     eos_token_ids: frozenset[int] = frozenset()
-    fingerprint: str = ""  # fingerprint of everything but the request that an answer depends on
+    fingerprint: str = ""  # fingerprint of the traits, on which answers depend in addition to the request
 
 
 class ReplicaPool:
     """The replicas at `endpoints`, polled in the background while the pool is entered.
 
-    Each item of `endpoints` is the whole list of addresses as it is from then on. A replica that is no longer listed
-    gets no new calls and is let go of after its last one.
+    Each item of `endpoints` is a complete list of addresses, which replaces the one before. A replica that is no longer
+    listed gets no new calls, and is closed after its last one.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class ReplicaPool:
         allow_different: bool = False,
         dialer: Dialer = PLAIN,
     ) -> None:
-        """`allow_different`: uses replicas together although their answers may differ.
+        """`allow_different`: whether to use replicas together although their answers may differ.
 
-        `dialer`: makes their channels.
+        `dialer`: makes the channels.
         """
         self.replicas: tuple[Replica, ...] = ()
         self._endpoints = endpoints
@@ -120,13 +120,16 @@ class ReplicaPool:
     def adapters(self) -> dict[str, AdapterRef]:
         """Returns the adapters that are usable now.
 
-        If replicas hold different ones of one name, the most common one is used.
+        If replicas have different adapters of one name, the most common one is returned.
         """
         held = Counter(AdapterRef(*item) for replica in self.usable for item in (replica.adapters or {}).items())
         return {adapter.name: adapter for adapter, _ in sorted(held.items(), key=lambda item: (item[1], item[0]))}
 
     def knows(self, adapter: str) -> bool:
-        """Returns whether a listed replica held such an adapter when it last answered, or has not answered yet."""
+        """Returns whether a listed replica may have the adapter.
+
+        True if one had it when it last answered, or if none is usable and one has never answered.
+        """
         is_unknown = not self.usable and any(replica.adapters is None for replica in self.replicas)
         return is_unknown or any(adapter in (replica.adapters or {}) for replica in self.replicas)
 
@@ -136,10 +139,10 @@ class ReplicaPool:
         adapter: AdapterRef | None = None,
         conversation: ConversationKey | None = None,
     ) -> Replica:
-        """Returns the least loaded replica that has `adapter`, a silent one only if all are. Raises UnavailableError.
+        """Returns the least loaded replica that has `adapter`; a silent one only if all are.
 
-        With `like` it must have these traits, which answer alike; if different targets are allowed and none like it is
-        usable, any replica. `conversation` decides between those with about the least load.
+        `like`: traits that it must have; if different targets are allowed, they are only preferred. `conversation`
+        decides between replicas with about the least load. Raises UnavailableError if there is no such replica.
         """
         replica = self.find(like, adapter, conversation)
         if replica is None:
@@ -155,7 +158,10 @@ class ReplicaPool:
         conversation: ConversationKey | None = None,
         avoided: Collection[Replica] = (),
     ) -> Replica | None:
-        """Returns the replica that `choose` would, without silent and `avoided` ones; None if there is none."""
+        """Returns the replica that `choose` would return, but no silent or `avoided` one.
+
+        Returns None if there is none.
+        """
         answering = [replica for replica in self.usable if not replica.is_silent and replica not in avoided]
         return self._least_loaded(answering, like, adapter, conversation)
 
@@ -180,9 +186,10 @@ class ReplicaPool:
         adapter: AdapterRef | None = None,
         conversation: ConversationKey | None = None,
     ) -> Replica:
-        """Waits until `find` returns a replica: a moved request is not risked at a silent one.
+        """Waits until `find` returns a replica. Raises UnavailableError after `timeout` seconds.
 
-        Raises UnavailableError after `timeout` seconds."""
+        A moved request is not sent to a silent replica.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 while (replica := self.find(like, adapter, conversation)) is None:
@@ -191,9 +198,10 @@ class ReplicaPool:
         raise self.nobody()
 
     async def wait_out_change(self) -> None:
-        """Returns when a replica can be used, or it is not worth waiting for one.
+        """Waits while no replica is usable, but one may become so soon.
 
-        It is where one was not asked yet, or is refused for what others were that have gone: it will soon be used.
+        That is a replica that was not polled yet, or that is refused only because it differs from others, which may
+        have gone. Returns after _CHANGE_TIMEOUT_S seconds at the latest.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CHANGE_TIMEOUT_S):
@@ -201,7 +209,7 @@ class ReplicaPool:
                     await self._changed.wait()
 
     async def _follow(self, has_begun: asyncio.Event) -> None:
-        """Follows the endpoints until cancelled, or until they end: then the last list stays."""
+        """Follows the endpoints until cancelled. If they end, the last list stays."""
         try:
             async for addresses in self._endpoints:
                 added = self._update(addresses)
@@ -231,7 +239,10 @@ class ReplicaPool:
         return list(added.values())
 
     async def _let_go(self, replica: Replica) -> None:
-        """Polled to the end: if it is lost, its calls must be notified."""
+        """Closes `replica` after its last call.
+
+        It is polled until then, so that its calls end if it is lost.
+        """
         await replica.wait_idle()
         self._polls.pop(replica).cancel()
         await replica.close()

@@ -1,4 +1,4 @@
-"""Computes `Retry-After` for requests that find no target: the longest of the last absences."""
+"""Computes `Retry-After` for requests without a target from the last periods without one."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from collections import deque
 from cluster.errors import UnavailableError
 
 _LEAST_S = UnavailableError.retry_after or 0
-_MOST_S = 60  # a target that takes longer to load a large model is found by polling once a minute
+_MOST_S = 60  # if a target loads a large model for longer, clients retry once a minute
 _NUM_REMEMBERED = 8
 
 
 class RetryAfter:
-    """Times are seconds of one clock. At first there is no target."""
+    """Remembers the lengths of the last periods without a target.
+
+    Times are in seconds of one clock. Initially there is no target.
+    """
 
     def __init__(self, now: float) -> None:
         self._since: float | None = now
@@ -28,5 +31,5 @@ class RetryAfter:
 
     @property
     def retry_after(self) -> int:
-        """Seconds, within bounds."""
+        """Seconds after which to retry: the longest of the periods, within bounds."""
         return min(max(_LEAST_S, math.ceil(max(self._lengths, default=0.0))), _MOST_S)

@@ -13,10 +13,10 @@ _LONGEST_VALUE = 64
 
 
 class Reference:
-    """The traits that workers of a pool must have to be used: those of the first that could be.
+    """The traits that workers of a pool must have: those of the first usable worker.
 
-    They stay as long as a usable worker has them, and `PATIENCE_S` longer, as a worker may be starting again; not at
-    all when none that is listed has them any more. Then the next worker that can be used sets them.
+    They stay while a usable worker has them, and for another `PATIENCE_S` seconds, because a worker may be restarting.
+    If no listed worker has them any more, they end at once. Then the next worker that can be used sets them.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,10 @@ class Reference:
         self._held_at = 0.0  # when a usable worker last had them
 
     def objection(self, traits: Traits, *, usable: Collection[Traits], listed: Collection[Traits]) -> str | None:
-        """Returns the objection to a worker with `traits`, given those of other `usable` and `listed` ones, or None."""
+        """Returns why a worker with `traits` cannot be used; None if it can.
+
+        `usable`, `listed`: traits of the other workers that are usable, or listed.
+        """
         now = time.monotonic()
         if self._traits in usable:
             self._held_at = now
