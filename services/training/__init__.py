@@ -1,17 +1,21 @@
-"""Train the bundled pair of models from Python source text: a target, and a draft distilled from it.
+"""Train the bundled models from Python source text: a target, and drafts distilled from it.
 
 The modules, in the order of the work they do:
 
-    sources, corpus, dialogues   which text, and which of it is held out
+    sources, corpus, dialogues   the training text, and the part that is held out
     tokenizer, tokens, streams   byte-level BPE; the corpus as one stream of token ids
     models, attention            the two model shapes
     batches, trainer, runtime    the one training loop that all models share
     samples, distill             the draft learns the target's distributions, also on the target's own text
     eagle                        a head that drafts from the target's hidden states, for vLLM
-    generation, evaluate         held-out loss and acceptance
+    continuation, evaluate       held-out loss and acceptance
     card, export                 Hugging Face folders with their model cards
-    workspace, options, context  what is kept where, what a user decides, what stages share
-    stages, eagle_stages         in which order it is made
+    workspace, options, context  the files, the user's options, and the steps that stages share
+    stages, eagle_stages         the stages, in their order
+    traffic, teaching            logged prompts with the target's answers, and its choices as labels
+    traffic_draft, parallel      a draft trained on them, also for proposals in one step
+    log_partition                its loss without keeping all logits
+    traffic_acceptance           its acceptance on held-out answers
 
 This package imports nothing heavy by itself: ``corpus.held_out_texts`` works without torch.
 """

@@ -1,7 +1,7 @@
 """Causal attention without masks, which keeps every call on the flash-attention kernel.
 
-The masks that transformers makes for its own ``sdpa`` attention are materialised while compiling, and a
-materialised mask rules the flash kernel out. Training and generation here never pad, so none is needed.
+The ``sdpa`` attention of transformers materialises its masks when it is compiled, and the flash kernel takes no mask.
+Training and generation here never pad, so no mask is needed.
 """
 
 from typing import Any

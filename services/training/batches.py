@@ -1,6 +1,6 @@
 """Training batches: windows of token streams, drawn as a pure function of (seed, step).
 
-Nothing is remembered between steps, so a resumed run sees the very batches it would have seen.
+No state is kept between steps, so a resumed run gets the same batches as one that was not interrupted.
 """
 
 from typing import Protocol
@@ -18,7 +18,7 @@ class BatchSource(Protocol):
 
 
 def random_numbers(seed: int, step: int) -> np.random.Generator:
-    """Return a generator keyed by both numbers, with no state shared between steps."""
+    """Return a generator that depends on `seed` and `step` only."""
     return np.random.Generator(np.random.Philox(key=np.array([seed, step], dtype=np.uint64)))
 
 
@@ -46,7 +46,7 @@ class StreamWindows:
 
 
 class SampledRows:
-    """Whole rows of samples, as many as give about ``tokens_per_batch`` tokens."""
+    """Randomly drawn rows of samples, about ``tokens_per_batch`` tokens in each batch."""
 
     def __init__(self, rows: Tensor, tokens_per_batch: int, seed: int) -> None:
         self._rows = rows
@@ -59,7 +59,10 @@ class SampledRows:
 
 
 class MixedBatches:
-    """Takes a batch from the samples with the given probability, starting at ``first_mixed_step``."""
+    """Batches of the corpus, some of them replaced by batches of samples.
+
+    From ``first_mixed_step`` on, each batch is taken from the samples with the probability ``sample_fraction``.
+    """
 
     def __init__(
         self,
@@ -83,7 +86,10 @@ class MixedBatches:
 
 
 def evaluation_batches(stream: Tensor, batch_size: int, sequence_length: int, limit_tokens: int) -> list[Tensor]:
-    """Cut a stream into windows and keep evenly spaced ones, in batches that all have one shape."""
+    """Return evenly spaced windows of a stream, in batches of equal shape.
+
+    They have at most about ``limit_tokens`` tokens. Raises ValueError if the stream is too short for a window.
+    """
     num_windows = (len(stream) - 1) // sequence_length
     num_kept = min(num_windows, max(1, limit_tokens // sequence_length))
     batch_size = min(batch_size, num_kept)

@@ -1,4 +1,4 @@
-"""The context of all stages, and their shared steps: how a model is fitted, and on which batches."""
+"""The context of all stages, and their shared steps: training a model, making its batches."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -44,7 +44,7 @@ def fit(
     batches: BatchSource,
     save: Callable[[ModelT, Path], None],
 ) -> None:
-    """Train the model called ``name``, save it, and record its cost."""
+    """Train the model called ``name``, save it, and record its recipe and outcome."""
     options, workspace = context.options, context.workspace
     trainer = Trainer(
         name,
@@ -84,7 +84,7 @@ def corpus_windows(context: Context, recipe: Recipe) -> StreamWindows:
 
 
 def mixed_batches(context: Context, recipe: Recipe, first_mixed_step: int) -> BatchSource:
-    """Windows of the corpus, and from ``first_mixed_step`` on also samples of the target."""
+    """Return windows of the corpus, mixed with the target's samples from ``first_mixed_step`` on."""
     windows, fraction = corpus_windows(context, recipe), context.options.on_policy_fraction
     if fraction == 0:
         return windows

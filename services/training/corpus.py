@@ -52,7 +52,7 @@ class Contribution:
 
 @dataclass
 class Corpus:
-    """The collected texts, in a deterministic order, and who contributed how much of them."""
+    """The collected texts, in a deterministic order, and the contribution of each package."""
 
     train: list[Document] = field(default_factory=list)
     held_out: list[Document] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Corpus:
 
 
 def is_held_out(relative_path: str) -> bool:
-    """Decide from the path alone, so that every installation agrees."""
+    """Return whether a file is held out; depends on its path alone, so installations agree."""
     return _hash_number(relative_path) % HELD_OUT_ONE_IN == 0
 
 
@@ -76,7 +76,7 @@ def collect(roots: Sequence[SourceRoot], package_limit_bytes: int) -> Corpus:
     corpus = Corpus()
     seen: set[bytes] = set()
     paths = {root.directory: root.relative_paths() for root in roots}
-    # Held-out files first: a copy of one elsewhere is then a duplicate, and dropped.
+    # Held-out files come first: a copy of one elsewhere is then dropped as a duplicate.
     for root in roots:
         held_out = filter(is_held_out, paths[root.directory])
         for document in _unseen(_documents(root, held_out), seen):
@@ -86,7 +86,7 @@ def collect(roots: Sequence[SourceRoot], package_limit_bytes: int) -> Corpus:
         for group in _by_top_level(paths[root.directory]).values():
             train = (path for path in group if not is_held_out(path))
             budget = package_limit_bytes
-            # In hash order, so that a package over its limit is sampled and not cut off at "m".
+            # In hash order, so that of a package over its limit a sample is kept, and not its first files by name.
             for document in _unseen(_documents(root, sorted(train, key=_hash_number)), seen):
                 budget -= len(document.text.encode())
                 if budget < 0:
@@ -134,7 +134,7 @@ def _record(corpus: Corpus, root: SourceRoot, document: Document) -> None:
 
 
 def _read(root: SourceRoot, relative_path: str) -> str | None:
-    """Return the file's text, or None if it isn't text that a person wrote."""
+    """Return the file's text; None if it isn't readable text that a person wrote."""
     try:
         content = (root.directory / relative_path).read_bytes()
     except OSError:

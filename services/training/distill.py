@@ -1,4 +1,4 @@
-"""The draft learns the target's whole distribution at every position, not only the corpus' next token."""
+"""The loss of distillation: a draft learns the target's whole distribution at every position."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from services.training.trainer import LossFunction
 
 
 def distillation_loss(target: LlamaForCausalLM) -> LossFunction[LlamaForCausalLM]:
-    """Return the loss KL(target || draft) per token. ``target`` is only read."""
+    """Return the loss KL(target || draft) per token, in nats. ``target`` is not changed."""
 
     def loss(draft: LlamaForCausalLM, windows: Tensor) -> Tensor:
         inputs = windows[:, :-1]

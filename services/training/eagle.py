@@ -1,9 +1,11 @@
-"""An EAGLE head (Li et al., arXiv 2401.15077): one decoder layer that foretells its target's hidden states.
+"""An EAGLE head: one decoder layer that predicts its target's hidden states.
 
-At position t it sees the target's hidden state of t and the embedding of the token at t + 1, and gives what it takes
-for the hidden state of t + 1; the target's own output layer makes logits of that. To draft further it is fed with
-what it gave. Parameters are named and shaped as vLLM's `EagleLlamaForCausalLM` loads them, which takes embedding and
-output layer from the target; like there, the layer normalises nothing before its attention.
+At position t its inputs are the target's hidden state at t and the embedding of the token at t + 1. Its output is the
+predicted hidden state at t + 1, which the target's own output layer converts to logits. To draft further, it gets its
+own output as the hidden state (Li et al., arXiv 2401.15077).
+
+Names and shapes of the parameters are those that vLLM's `EagleLlamaForCausalLM` loads. As in vLLM, the embedding and
+the output layer are the target's, and the layer has no normalisation before its attention.
 """
 
 from collections.abc import Sequence
@@ -23,7 +25,7 @@ from transformers.models.llama.modeling_llama import (
 
 from services.training.trainer import LossFunction
 
-# Weight of the error of the hidden states, added to the divergence of the distributions that follow from them.
+# Weight of the error of the hidden states, which is added to the divergence of the distributions.
 _REGRESSION_WEIGHT = 0.05
 
 
@@ -36,7 +38,10 @@ class KeysValues:
 
 
 class EagleHead(nn.Module):
-    """Computes one draft step for every position of a text at once, as if each were the last one committed."""
+    """Computes one draft step for every position of a text at once.
+
+    Each position is treated as the last committed one.
+    """
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -51,10 +56,10 @@ class EagleHead(nn.Module):
         hidden_states: Tensor,  # [rows, positions, hidden_size]
         earlier: Sequence[KeysValues] = (),
     ) -> tuple[Tensor, KeysValues]:
-        """Return the hidden states of the next tokens, and the keys and values for later steps.
+        """Return hidden states of the next tokens, and keys and values for later steps.
 
-        In the first step a position attends to those before it; in a later one, to these and to the steps that it
-        made itself (`earlier`, the first step's included).
+        In the first step a position attends to itself and those before it. In later steps it also attends to its own
+        steps after the first. `earlier`: keys and values of all previous steps, including the first.
         """
         inputs = self.fc(torch.cat([embeddings, hidden_states], dim=-1))
         positions = torch.arange(inputs.shape[1], device=inputs.device)[None] + len(earlier)
@@ -116,7 +121,10 @@ class _Attention(nn.Module):
 
 
 def build_head(target: LlamaConfig, intermediate_size: int, seed: int) -> EagleHead:
-    """Return a float32 head for `target` with random weights; its layer has the target's sizes but for the MLP's."""
+    """Return a float32 head for `target` with random weights.
+
+    Its layer has the sizes of the target's layers, except for the MLP's `intermediate_size`.
+    """
     torch.manual_seed(seed)
     sizes = target.to_dict() | {"num_hidden_layers": 1, "intermediate_size": intermediate_size}
     head = EagleHead(LlamaConfig(**sizes))
@@ -134,10 +142,11 @@ def load_head(directory: Path, device: torch.device) -> EagleHead:
 
 
 def draft_steps(head: EagleHead, embeddings: Tensor, hidden_states: Tensor, num_steps: int) -> list[Tensor]:
-    """Predicts hidden states from every position of a text, `num_steps` deep; the text's tokens are the drafts.
+    """Predicts hidden states from every position of a text, for `num_steps` steps.
 
-    Both tensors are the target's, [rows, length, hidden_size]. Step d of position t is for the token at t + 1 + d;
-    each is [rows, length - num_steps, hidden_size], so that every position has all of them.
+    The tokens of the text serve as the drafts. Both tensors are the target's, [rows, length, hidden_size]. Step d, from
+    0, predicts at position t the hidden state of the token at t + 1 + d. Returns [rows, length - num_steps,
+    hidden_size] for each step, so that every position has all steps.
     """
     num_positions = embeddings.shape[1] - num_steps
     states, earlier, steps = hidden_states[:, :num_positions], list[KeysValues](), list[Tensor]()
@@ -149,9 +158,10 @@ def draft_steps(head: EagleHead, embeddings: Tensor, hidden_states: Tensor, num_
 
 
 def eagle_loss(target: LlamaForCausalLM, num_steps: int) -> LossFunction[EagleHead]:
-    """Return the mean over draft steps of KL(target || head) and of the error of the hidden states.
+    """Return the loss: KL(target || head) plus the weighted error of the hidden states.
 
-    ``target`` is only read. The later steps train the head on its own output, as it is used.
+    It is the mean over ``num_steps`` draft steps. The later steps train the head on its own output, as in drafting.
+    ``target`` is not changed.
     """
 
     def loss(head: EagleHead, windows: Tensor) -> Tensor:

@@ -16,15 +16,18 @@ from services.training.tokenizer import load_tokenizer, save_tokenizer
 from services.training.trainer import Recipe
 from services.training.workspace import write_json
 
-# Number of times the head is fed with its own output in training; it can draft deeper than that.
+# Draft steps in training; all but the first have the head's own output as input. The head can draft deeper than that.
 _DRAFT_STEPS = 2
-# Two thirds of the bundled target's own: the file stays under 4 MB.
+# Less than the bundled target's 1152, so that the file stays under 4 MB.
 _INTERMEDIATE_SIZE = 1024
-_MAX_VOCABULARY = 2**16  # vocabulary of the token streams
+_MAX_VOCABULARY = 2**16  # token streams are uint16
 
 
 def adopt_target(context: Context) -> None:
-    """Take a trained target and its tokenizer into the workspace, as if they had been made there."""
+    """Copy a trained target and its tokenizer into the workspace, and encode the corpus.
+
+    Raises ValueError if there is no such target, or its vocabulary is too large.
+    """
     workspace, name = context.workspace, context.options.target
     try:
         folder = resolve_model_folder(name)

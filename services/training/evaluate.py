@@ -1,6 +1,7 @@
-"""Evaluates the models: held-out loss of the pair, and acceptance of a draft or head on the target's own text.
+"""Evaluates the models: held-out loss of the pair, acceptance of a draft or head.
 
-All of them run in float32, so that the figures don't depend on the device.
+Acceptance is measured on the target's own text. All models run in float32, so that the figures don't depend on the
+device.
 """
 
 import math
@@ -30,7 +31,7 @@ class HeldOutLoss:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """The draft against the target at one temperature, with the same noise on both sides.
+    """Acceptance of a draft at one temperature, with the same noise for draft and target.
 
     ``acceptance_rate`` is the share of all positions of the target's text where the draft, given the
     same prefix, proposes the target's choice. ``acceptance_length`` counts tokens committed per round
@@ -63,7 +64,7 @@ def measure_acceptance(
     prompt_lengths: tuple[int, ...] = PROMPT_LENGTHS,
     num_new_tokens: int = NEW_TOKENS,
 ) -> Acceptance:
-    """Let the target continue held-out prompts, then ask the draft at every position."""
+    """Compare draft and target at every position of the target's continuations of held-out prompts."""
     matches = torch.cat(
         [
             _matches(target, draft, prompts, num_new_tokens, temperature, (seed, prompts.shape[1]))
@@ -81,7 +82,7 @@ def measure_acceptance(
 
 
 def acceptance_length(matches: list[list[bool]], num_speculative_tokens: int) -> float:
-    """Walk complete rounds along each row and return the mean number of tokens committed per round."""
+    """Return the mean number of tokens committed per round, over complete rounds along each row."""
     drafts = [
         [row[start : start + num_speculative_tokens] for start in range(len(row) - num_speculative_tokens)]
         for row in matches
@@ -99,7 +100,10 @@ def measure_head_acceptance(
     prompt_lengths: tuple[int, ...] = PROMPT_LENGTHS,
     num_new_tokens: int = NEW_TOKENS,
 ) -> Acceptance:
-    """As `measure_acceptance`, at temperature 0, with an EAGLE head that is fed with its own output."""
+    """Measure the acceptance of an EAGLE head, like `measure_acceptance` at temperature 0.
+
+    After its first draft the head has its own output as input.
+    """
     num_drafts = HEAD_SPECULATIVE_TOKENS
     num_matches: list[Tensor] = []
     for prompts in _prompts(held_out_stream, num_prompts, prompt_lengths, seed):
@@ -124,7 +128,10 @@ def measure_head_acceptance(
 
 
 def mean_committed(num_accepted: list[list[int]]) -> float:
-    """Walk rounds along each row, whose entries say how many drafts of a round that begins there are accepted."""
+    """Return the mean number of tokens committed per round, over the rounds along each row.
+
+    ``num_accepted``: for each position of a row, the number of accepted drafts of a round that begins there.
+    """
     num_rounds = num_committed = 0
     for row in num_accepted:
         position = 0
@@ -157,7 +164,7 @@ def _matches(
     temperature: float,
     key: tuple[int, ...],
 ) -> Tensor:
-    """Return [rows, num_new_tokens]: does the draft's proposal equal the target's choice?"""
+    """Return where the draft's proposal equals the target's choice, bool [rows, num_new_tokens]."""
     num_rows, prompt_length = prompts.shape
     shape = (num_rows, target.config.vocab_size)
     temperatures = torch.full((num_rows,), temperature, device=prompts.device)

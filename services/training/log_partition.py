@@ -1,8 +1,8 @@
 """Computes the logarithm of a softmax's denominator over the vocabulary, without keeping its logits.
 
-At a vocabulary of 49,152 a step of 1,400 places would write and read 280 MB of logits some ten times over. Here a few
-rows at a time are computed and dropped, and computed again for the gradient (Wijmans et al. 2024, "Cut your losses in
-large-vocabulary language models").
+With a vocabulary of 49,152 tokens, a step of 1,400 places would write and read 280 MB of logits about ten times. Here
+the logits of a few rows at a time are computed and dropped, and computed again for the gradient (Wijmans et al. 2024,
+"Cut your losses in large-vocabulary language models").
 """
 
 from typing import Any
@@ -16,8 +16,11 @@ _ROWS = 128  # rows per piece
 
 
 def log_partition(states: Tensor, head: Tensor) -> Tensor:
-    """[rows]: logsumexp of `states` [rows, hidden] times `head` [vocab_size, hidden], both float32. Where the processor
-    has units for bfloat16, products are of that."""
+    """Returns the logsumexp of each row of `states @ head.T`, [rows].
+
+    `states`: [rows, hidden]; `head`: [vocab_size, hidden]; both float32. On a processor with units for bfloat16, both
+    are rounded to bfloat16 before they are multiplied.
+    """
     result: Tensor = _LogPartition.apply(states, head)  # type: ignore[no-untyped-call]
     return result
 

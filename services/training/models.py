@@ -1,4 +1,4 @@
-"""The two models: their shapes, how they start, and how they are saved and loaded."""
+"""The two models: their shapes, initial weights, saving and loading."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -53,7 +53,7 @@ def build_model(shape: ModelShape, seed: int) -> LlamaForCausalLM:
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=END_OF_TEXT_ID,
-        # Passed here, it would zero the end-of-text embedding and hold back its gradient.
+        # The end-of-text token as padding would have a zero embedding without a gradient; `save_model` sets it.
         pad_token_id=None,
         attn_implementation=MASKLESS_ATTENTION,
     )
@@ -70,7 +70,7 @@ def save_model(model: LlamaForCausalLM, directory: Path) -> None:
     model.config.pad_token_id = END_OF_TEXT_ID
     model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
         bos_token_id=None,
-        # A chat turn ends with the second; a document with the first.
+        # A document ends with the first, a chat turn with the second.
         eos_token_id=[END_OF_TEXT_ID, IM_END_ID],
         pad_token_id=END_OF_TEXT_ID,
     )
@@ -78,7 +78,7 @@ def save_model(model: LlamaForCausalLM, directory: Path) -> None:
 
 
 def load_model(directory: Path, device: torch.device, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
-    """Load a saved model for inference. Its weights are those that were saved, in bfloat16 precision."""
+    """Load a saved model for inference. Its weights have the precision of the file, bfloat16."""
     model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(
         directory, dtype=dtype, attn_implementation=MASKLESS_ATTENTION
     )

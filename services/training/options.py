@@ -17,7 +17,7 @@ TEMPERATURES = (0.0, 0.7, 1.0)
 class TrainingOptions:
     """Options of a training.
 
-    The defaults take hours on a small CPU, those of a head minutes; use larger ones on a GPU.
+    With the defaults, a pair takes hours on a small CPU, and a head minutes. Use larger values on a GPU.
     """
 
     out: Path

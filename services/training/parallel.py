@@ -1,9 +1,9 @@
 """Rows of mask tokens, from which a draft learns to propose several tokens at once.
 
-PARD's training (An et al., arXiv 2504.18583, sections 3.2 and 3.3): in addition to its text, an answer has mask rows.
-Mask i after place p of the answer is to give the token at place p + i. It attends to the text up to p and to the masks
-before it, so each answer is read once. Later masks are dropped at random (conditional drop-token): a share `RETENTION`
-of the places with mask i - 1 also has mask i, which costs little of what is learned.
+This is the training of PARD (An et al., arXiv 2504.18583, sections 3.2 and 3.3): in addition to its text, an answer has
+mask rows. Mask i after place p of the answer must predict the token at place p + i. It attends to the text up to p and
+to the masks before it, so each answer is read once. Masks are dropped at random (conditional drop-token): of the places
+with mask i - 1, a share of `RETENTION` also has mask i. This costs little of what the draft learns.
 """
 
 from collections.abc import Sequence
@@ -21,19 +21,19 @@ RETENTION = 0.7
 
 @dataclass(frozen=True)
 class MaskRows:
-    """The masks of one answer: the place of the answer that each follows, and its distance from it."""
+    """The masks of one answer: the place that each mask follows, and its distance."""
 
     places: tuple[int, ...]  # places before the masks
     offsets: tuple[int, ...]  # 1 for the first mask after a place
 
     @property
     def labels(self) -> list[int]:
-        """The places whose tokens the masks are to give."""
+        """The places whose tokens the masks must predict."""
         return [place + offset for place, offset in zip(self.places, self.offsets, strict=True)]
 
 
 def mask_rows(num_places: int, num_masks: int, generator: np.random.Generator | None = None) -> MaskRows:
-    """Up to `num_masks` masks after each place; with `generator`, a random part of them."""
+    """Returns up to `num_masks` masks after each place; with `generator`, a random share of them."""
     places: list[int] = []
     offsets: list[int] = []
     kept = np.arange(num_places)
@@ -49,7 +49,10 @@ def mask_rows(num_places: int, num_masks: int, generator: np.random.Generator | 
 def parallel_states(
     model: LlamaForCausalLM, lessons: Sequence[Lesson], masks: Sequence[MaskRows], mask_token_id: int
 ) -> list[Tensor]:
-    """Returns, for each answer, the states of its places and then of its masks, [places + masks, hidden_size]."""
+    """Returns the states of each answer's places and then of its masks.
+
+    Each tensor is [places + masks, hidden_size].
+    """
     texts = [lesson.answer.all_token_ids[:-1] for lesson in lessons]
     firsts = [len(text) - len(lesson.answer.token_ids) for text, lesson in zip(texts, lessons, strict=True)]
     width = max(len(text) + len(own.places) for text, own in zip(texts, masks, strict=True))
@@ -80,7 +83,7 @@ def parallel_states(
 
 
 def unused_token_id(vocab_size: int, lessons: Sequence[Lesson], reserved: Sequence[int]) -> int:
-    """Returns the highest token ID that no text holds and that is not `reserved`, to be the mask.
+    """Returns the highest token ID that is neither used nor `reserved`, to be the mask.
 
     Raises ValueError if there is none.
     """

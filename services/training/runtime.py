@@ -1,4 +1,4 @@
-"""Where and how the training runs: device, precision, compilation, determinism."""
+"""Device, precision, compilation and determinism of a training."""
 
 import os
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Runtime:
-    """How tensors are computed. Results do not change, up to rounding."""
+    """Settings for computing tensors; they change results only by rounding."""
 
     device: torch.device
     is_compiled: bool = False
@@ -27,7 +27,7 @@ class Runtime:
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
 
     def prepare(self) -> None:
-        """Set the process's switches. Call once, before the first computation on the device."""
+        """Set torch's global switches. Call once, before the first computation on the device."""
         if not self.is_deterministic:
             return
         # cuBLAS reads this when its first handle is made.
@@ -42,13 +42,13 @@ class Runtime:
                 compiler.deterministic = True  # kernels are not chosen by timing
 
     def mixed_precision(self) -> AbstractContextManager[object]:
-        """On GPUs, matrix products in bfloat16 over float32 weights."""
+        """Return a context in which GPUs multiply float32 matrices in bfloat16."""
         if self.device.type == "cuda":
             return torch.autocast("cuda", dtype=torch.bfloat16)
         return nullcontext()
 
     def compile(self, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        """Compile a function of windows if asked to, once per shape of its argument."""
+        """Compile a function of windows if `is_compiled`, once for each shape of its argument."""
         return torch.compile(function, dynamic=False) if self.is_compiled else function
 
     def synchronize(self) -> None:
@@ -57,7 +57,10 @@ class Runtime:
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device called ``auto``, ``cpu`` or ``cuda``."""
+    """Return the device called ``auto``, ``cpu`` or ``cuda``.
+
+    Raises ValueError for ``cuda`` if torch finds no CUDA device.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Text sampled from the target itself, for the draft to learn on: acceptance is measured on such text."""
+"""Samples text from the target to train drafts on: acceptance is measured on such text."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""Where training text comes from: the standard library and, on request, the installed packages."""
+"""Sources of training text: the standard library and, on request, the installed packages."""
 
 import os
 import platform
@@ -10,15 +10,15 @@ from pathlib import Path, PurePosixPath
 
 _LICENCE_FIELDS = ("License-Expression", "License")
 _SITE_DIRECTORY_NAMES = ("site-packages", "dist-packages")
-# The code-page tables under encodings/ are generated, and so regular that they flatter any model.
+# The code-page tables under encodings/ are generated, and so regular that every model looks better on them.
 _SKIPPED_IN_STANDARD_LIBRARY = frozenset({*_SITE_DIRECTORY_NAMES, "encodings"})
-# Copies of other packages: their originals may be held out, so training on a copy would leak.
+# Copies of other packages: their originals may be held out, and training on a copy would leak them.
 _SKIPPED_ANYWHERE = frozenset({"__pycache__", "_vendor", "_vendored", "vendor", "vendored"})
 
 
 @dataclass(frozen=True)
 class Package:
-    """One distribution that contributes text; ``licence`` is what its metadata declares, as is."""
+    """One distribution that contributes text; ``licence`` is as its metadata declares it."""
 
     name: str
     version: str
@@ -26,14 +26,14 @@ class Package:
 
     @property
     def is_proprietary(self) -> bool:
-        """True for licences that say so, and for NVIDIA's own, which ship with every CUDA build."""
+        """True if the licence is called proprietary or is NVIDIA's, as in every CUDA build."""
         licence = self.licence.lower()
         return "proprietary" in licence or "nvidia" in licence
 
 
 @dataclass(frozen=True)
 class SourceRoot:
-    """A folder to collect from. Paths relative to it name files the same way on every machine."""
+    """A folder to collect from. Relative paths in it are the same on every machine."""
 
     directory: Path
     suffixes: frozenset[str]
@@ -54,7 +54,7 @@ class SourceRoot:
         return sorted(path for path in found if self._is_candidate(path))
 
     def package_of(self, relative_path: str) -> Package | None:
-        """Return the package a file belongs to, or None where no distribution claims it."""
+        """Return the package that a file belongs to; None if no distribution claims it."""
         return self.packages.get(top_level_name(relative_path), self.default_package)
 
     def _is_candidate(self, relative_path: str) -> bool:

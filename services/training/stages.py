@@ -1,6 +1,7 @@
-"""The training, stage by stage. Each stage reads the files of earlier ones in the workspace.
+"""The stages of a training.
 
-A stage's last file is written when everything else of it is there, so the file says that it is done.
+Each stage reads the files of earlier ones in the workspace. It writes its last file after all its other files, so this
+file marks the stage as done.
 """
 
 import platform
@@ -33,7 +34,7 @@ from services.training.workspace import (
 )
 
 _MEGABYTE = 1_000_000
-# The draft first learns the language from the corpus alone; samples follow for the rest.
+# The share of steps in which the draft learns the language from the corpus alone; then samples are mixed in.
 _CORPUS_ONLY_FRACTION = 0.2
 _EVALUATION_BATCH_SIZE = 16
 
@@ -156,7 +157,10 @@ _STAGES: dict[str, Callable[[Context], None]] = {
 
 
 def run(context: Context) -> None:
-    """Run the chosen stages in their order; when resuming, only those that aren't done."""
+    """Run the chosen stages in their order; when resuming, only those that aren't done.
+
+    Raises ValueError if a stage needs files of an earlier one that has not run.
+    """
     context.runtime.prepare()
     for name, stage in _STAGES.items():
         if name not in context.options.chosen_stages:

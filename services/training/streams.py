@@ -6,7 +6,7 @@ from services.training.workspace import Workspace, read_documents, write_array, 
 
 
 def write_streams(workspace: Workspace) -> None:
-    """Encode both splits. The facts about them are written last."""
+    """Encode both splits, and write their streams, then the facts about them."""
     serialized = (workspace.tokenizer / "tokenizer.json").read_text(encoding="utf-8")
     facts = {}
     for split in ("train", "held_out"):

@@ -14,16 +14,17 @@ from services.training.traffic import RecordedAnswer
 
 NUM_LIKELIEST = 24  # tokens whose probability a label holds
 NUM_DRAWN = 40  # tokens that represent all the others
-_LEAST = 1e-30  # replaces 0: some token has to be drawn even if no other token has a probability
+_LEAST = 1e-30  # weight of the likeliest tokens when others are drawn; not 0, as `multinomial` needs a positive sum
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """An answer with the target's likeliest tokens at each of its places, and tokens drawn from among the others.
+    """An answer with the target's likeliest tokens at each place, and samples of the others.
 
-    These stand for what the others have together, each for an equal part: the cross entropy with such a label is that
-    with the whole distribution, on average. Where the others are left out, or are one, the draft grows surer than its
-    target is (Anshumann et al. 2025, "Sparse logit sampling: accelerating knowledge distillation in LLMs").
+    Each sample represents an equal share of the other tokens' total probability. So the expected cross entropy with
+    such a label is that with the whole distribution. If the other tokens were left out, or merged into one, the draft
+    would become more confident than its target (Anshumann et al. 2025, "Sparse logit sampling: accelerating knowledge
+    distillation in LLMs").
     """
 
     answer: RecordedAnswer
@@ -35,7 +36,10 @@ class Lesson:
 def teach(
     config: TargetConfig, answers: Iterable[RecordedAnswer], seed: int, did_one: Callable[[], object]
 ) -> list[Lesson]:
-    """Has the target of `config` read each answer once, by the engine that serves it. Raises ConfigurationError."""
+    """Runs the target of `config` over each answer once, in the engine that serves it.
+
+    Calls `did_one` after each answer. Raises ConfigurationError if the target cannot be loaded.
+    """
     loaded = load_weights(config, dtype_on_cpu=torch.bfloat16)
     answers = list(answers)
     longest = max(len(answer.all_token_ids) for answer in answers)
@@ -43,8 +47,8 @@ def teach(
     runner = ModelRunner(loaded, config.block_size, num_blocks, enable_prefix_caching=False)
     runner.model.prepare(longest, longest)
     lessons, end = [], 0
-    # All labels in three pieces: kept one by one they come to lie between the logits of one answer and those of the
-    # next, whose memory is then never used again, 17 GB of it at a vocabulary of 49,152.
+    # All labels are kept in three arrays. Arrays for each answer would lie between the logits of one answer and those
+    # of the next, so that the memory of the logits is never reused: 17 GB with a vocabulary of 49,152 tokens.
     num_places = sum(len(answer.token_ids) for answer in answers)
     likeliest = np.empty((num_places, NUM_LIKELIEST), np.int32)
     probabilities = np.empty((num_places, NUM_LIKELIEST), np.float32)

@@ -22,8 +22,8 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
-# Words with the one character before them, short numbers, punctuation with the line ends after it, and
-# runs of spaces: of an indentation all but the last space is one piece, and the last goes to the word.
+# Words with the one character before them, short numbers, punctuation with the line ends after it, and runs of spaces.
+# An indentation is one piece without its last space, which belongs to the word after it.
 _PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
@@ -67,7 +67,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
     tokenizer.save_pretrained(directory)
     path = directory / "tokenizer_config.json"
     config = json.loads(path.read_text())
-    # The name that every release knows; newer ones write an alias of it.
+    # The class name that every release can load; newer releases write an alias.
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 

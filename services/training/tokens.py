@@ -16,7 +16,10 @@ _DOCUMENTS_AT_ONCE = 512
 
 
 def sample_texts(documents: Sequence[Document], limit_bytes: int) -> Iterator[str]:
-    """Yield whole texts in a fixed pseudo-random order until they add up to ``limit_bytes``."""
+    """Yield whole texts, at most ``limit_bytes`` in all, in a fixed pseudo-random order.
+
+    Dialogues are left out.
+    """
     order = sorted(documents, key=lambda d: hashlib.sha256(d.path.encode()).digest())
     for document in order:
         if document.is_dialogue:

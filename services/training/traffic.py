@@ -12,7 +12,7 @@ from cluster.errors import OutriderError
 
 @dataclass(frozen=True)
 class RecordedAnswer:
-    """A prompt and the target's answer for one seed, which may be empty."""
+    """A prompt and the target's answer for one seed; the answer may be empty."""
 
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
@@ -27,10 +27,11 @@ class RecordedAnswer:
 def read_prompts(
     file: Path, encode: Callable[[str], Sequence[int]], render: Callable[[Any], Sequence[int]]
 ) -> list[tuple[int, ...]]:
-    """The prompts of a JSON-lines file, each once: those that a router has logged (`prompt_token_ids`), texts
-    (`prompt`, which `encode` makes tokens of) and conversations (`messages`, which `render` does).
+    """Returns the distinct prompts of a JSON-lines file, as token IDs.
 
-    Raises ValueError with the number of a line that is none of them; but a last one without an end was cut off.
+    A line has `prompt_token_ids`, as in a router's log, a text `prompt`, which `encode` converts to token IDs, or a
+    conversation `messages`, which `render` converts. A last line that was cut off is skipped. Raises ValueError with
+    the number of a line that has no usable prompt, or if the file has no prompts.
     """
     prompts: dict[tuple[int, ...], None] = {}
     lines = file.read_text(encoding="utf-8-sig").split("\n")  # splits at "\n" only: a text may contain other line ends
@@ -73,10 +74,10 @@ def is_held_out(prompt_token_ids: Sequence[int], one_in: int) -> bool:
 
 
 class AnswersFile:
-    """Answers as JSON lines, each written as it comes, after a line that records how they were `asked`.
+    """A file of answers as JSON lines, which a run after a failed one reuses.
 
-    So a run can use the answers of one that failed. Only the owner can read the file. If prompts, target or length
-    differ from those of the file, it is started over.
+    Each answer is written when it arrives. The first line is `asked`, which identifies the prompts, the target and the
+    settings. If it differs from the file's, the file is started over. Only the owner can read the file.
     """
 
     def __init__(self, file: Path, asked: Mapping[str, Any]) -> None:
@@ -100,7 +101,10 @@ def _line(answer: RecordedAnswer) -> str:
 
 
 def read_answers(file: Path, asked: Mapping[str, Any] | None = None) -> list[RecordedAnswer]:
-    """Returns the answers that `AnswersFile` wrote. `asked`: returns none if they were recorded with another one."""
+    """Returns the answers that `AnswersFile` wrote.
+
+    Returns [] if `asked` is given and differs from the first line of the file.
+    """
     head, *lines = file.read_text(encoding="utf-8").split("\n")
     if asked is not None and head != json.dumps(dict(asked)):
         return []

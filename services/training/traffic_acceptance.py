@@ -21,13 +21,14 @@ NUM_POSITIONS = 8  # positions of a proposal whose acceptance is measured
 class TrafficAcceptance:
     """Acceptance at one temperature.
 
-    `length`: tokens committed in a round of `NUM_SPECULATIVE_TOKENS` drafts, including the bonus token; 1 if no answer
-    is as long. `by_position`: for each position of a proposal the share of drafts that are accepted, of those whose
-    predecessors are; empty if no answer has `NUM_POSITIONS` tokens.
+    `length`: mean tokens committed in a round of `NUM_SPECULATIVE_TOKENS` drafts, including the bonus token; 1 if all
+    answers are too short for a round.
+    `by_position`: for each position of a proposal, the share of accepted drafts among those whose predecessors are all
+    accepted; empty if no answer has `NUM_POSITIONS` tokens.
     """
 
     temperature: float
-    rate: float  # rate of first drafts
+    rate: float  # share of first drafts that are accepted
     length: float
     num_tokens: int
     by_position: tuple[float, ...] = ()
@@ -41,9 +42,10 @@ def measure_traffic_acceptance(
     *,
     is_parallel: bool = False,
 ) -> list[TrafficAcceptance]:
-    """Compares what the draft proposes after each place of the answers, given all before it, with the target's choices.
+    """Returns the acceptance at each temperature of the answers.
 
-    `is_parallel`: all drafts of a proposal are made in one step, from mask tokens.
+    Compares the draft's proposal at each place of the answers with the target's choices. `is_parallel`: whether all
+    drafts of a proposal are made in one step, from mask tokens. Calls `did_one` after each answer.
     """
     matches: dict[float, list[Tensor]] = {}
     for lesson in lessons:
@@ -77,7 +79,8 @@ def _acceptance(temperature: float, answers: Sequence[Tensor]) -> TrafficAccepta
 def _matches(model: LlamaForCausalLM, lesson: Lesson) -> Tensor:
     """Returns which drafts match the target's choices, bool [places, NUM_POSITIONS].
 
-    Each place of the answer has a proposal, and each draft of it follows the target's own tokens. False beyond the end.
+    Each place of the answer has a proposal. Each of its drafts is made after the target's own tokens. Drafts beyond the
+    end of the answer are False.
     """
     own = choices(answer_logits(model, [lesson]), lesson, range(len(lesson.answer.token_ids)))
     padded = torch.nn.functional.pad(own == torch.tensor(lesson.answer.token_ids), (0, NUM_POSITIONS - 1))
@@ -85,7 +88,7 @@ def _matches(model: LlamaForCausalLM, lesson: Lesson) -> Tensor:
 
 
 def _parallel_matches(model: LlamaForCausalLM, lesson: Lesson) -> Tensor:
-    """Returns the same for proposals that are made in one step."""
+    """Returns the same as `_matches`, for proposals that are made in one step."""
     token_ids = lesson.answer.token_ids
     masks = mask_rows(len(token_ids), NUM_POSITIONS - 1)
     (states,) = parallel_states(model, [lesson], [masks], model.config.pard_token)
@@ -99,7 +102,10 @@ def _parallel_matches(model: LlamaForCausalLM, lesson: Lesson) -> Tensor:
 
 
 def choices(logits: Tensor, lesson: Lesson, places: Sequence[int]) -> Tensor:
-    """Returns the best tokens under the noise that drew those at `places`; `logits` has a row for each."""
+    """Returns the tokens that `logits` choose with the noise of the answer's tokens at `places`.
+
+    `logits` has one row for each of `places`.
+    """
     answer, scores = lesson.answer, logits.float()
     if answer.temperature > 0:
         key, first = NoiseKey.derive(answer.seed, 0), len(answer.prompt_token_ids)

@@ -1,8 +1,8 @@
-"""A draft for one target and its traffic: new or existing, trained on the target's own answers.
+"""Trains a new or existing draft for a target's traffic, on the target's answers.
 
-The loss is the cross entropy of the draft with the target, at the places of answers only. A new
-draft's embedding, which is its head too, begins as the target's in fewer dimensions (its first principal components),
-so that words that mean alike begin alike.
+The loss is the cross entropy of the draft with the target, at the places of answers only. The embedding of a new draft,
+which is also its output layer, starts as the first principal components of the target's embedding, so that tokens of
+similar meaning start with similar vectors.
 """
 
 import math
@@ -39,7 +39,10 @@ class DraftShape:
 
 
 def new_draft(target: ModelConfig, target_embedding: Tensor, shape: DraftShape, seed: int) -> LlamaForCausalLM:
-    """Returns a draft. `target_embedding`: [vocab_size, hidden_size]. Raises ValueError for an impossible shape."""
+    """Returns a new draft for `target`. Raises ValueError if `shape` is impossible.
+
+    `target_embedding`: [vocab_size, hidden_size].
+    """
     if shape.hidden_size % shape.head_dim or shape.hidden_size > target_embedding.shape[1]:
         raise ValueError(
             f"a draft {shape.hidden_size} wide: its width must be a multiple of {shape.head_dim}, and at most the "
@@ -90,9 +93,11 @@ def train_draft(
     *,
     num_masks: int = 0,
 ) -> None:
-    """Trains `model` in place; `recipe.batch_size` answers a step, of like lengths. `did_step` gets each loss.
+    """Trains `model` in place on the answers of `lessons`.
 
-    With `num_masks` it also learns to draft from the mask tokens that `model.config.pard_token` names.
+    A step takes `recipe.batch_size` answers of similar lengths, and calls `did_step` with its loss. With `num_masks`
+    the model also learns to draft from this number of mask tokens (`model.config.pard_token`). Raises
+    FloatingPointError if a loss is not finite.
     """
     optimizer = build_optimizer(model, recipe)
     order = sorted(range(len(lessons)), key=lambda index: len(lessons[index].answer.all_token_ids))
@@ -119,8 +124,11 @@ def train_draft(
 
 
 def _loss(model: LlamaForCausalLM, lessons: Sequence[Lesson], masks: Sequence[MaskRows]) -> Tensor:
-    """Mean cross entropy of a place, in nats: exact over the target's likeliest tokens, an unbiased estimate over the
-    others. As a label's weights are 1 in all, it is the logarithm of the partition less the weighted logits."""
+    """Returns the mean cross entropy of a place, in nats.
+
+    It is exact over the target's likeliest tokens, and an unbiased estimate over the others. The weights of a label add
+    up to 1, so it is the logarithm of the softmax's denominator minus the weighted logits.
+    """
     head = model.lm_head.weight
     if any(own.places for own in masks):
         states = torch.cat(parallel_states(model, lessons, masks, model.config.pard_token))
@@ -139,16 +147,16 @@ def _loss(model: LlamaForCausalLM, lessons: Sequence[Lesson], masks: Sequence[Ma
 
 
 def _logits_of(states: Tensor, head: Tensor, token_ids: Sequence[npt.NDArray[np.int32]]) -> Tensor:
-    """Returns [places, tokens of a place]."""
+    """Returns the logits of `token_ids` at each place, [places, tokens per place]."""
     rows = functional.embedding(torch.from_numpy(np.concatenate(token_ids)).long(), head)
     return torch.einsum("ph,pth->pt", states, rows)
 
 
 def _answer_states(model: LlamaForCausalLM, lessons: Sequence[Lesson]) -> Tensor:
-    """Returns the states of all places of the answers, one after the other, [places, hidden_size]."""
+    """Returns the states of all places, answer by answer, [places, hidden_size]."""
     rows = [lesson.answer.all_token_ids[:-1] for lesson in lessons]
     width = max(map(len, rows))
-    # Positions after a row are invisible to it: attention is causal.
+    # The padding after a row does not affect it, because attention is causal.
     inputs = torch.tensor([[*row, *(0,) * (width - len(row))] for row in rows])
     hidden = model.model(input_ids=inputs, use_cache=False).last_hidden_state
     return torch.cat(
@@ -160,6 +168,6 @@ def _answer_states(model: LlamaForCausalLM, lessons: Sequence[Lesson]) -> Tensor
 
 
 def answer_logits(model: LlamaForCausalLM, lessons: Sequence[Lesson]) -> Tensor:
-    """Returns the draft's logits at every place of the answers, one after the other, [places, vocab_size]."""
+    """Returns the draft's logits at all places, answer by answer, [places, vocab_size]."""
     logits: Tensor = model.lm_head(_answer_states(model, lessons))
     return logits

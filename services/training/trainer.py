@@ -1,4 +1,4 @@
-"""The training loop of all models, which differ in the loss and in the source of batches."""
+"""The training loop of all models, which differ only in their loss and batches."""
 
 import functools
 import json
@@ -29,7 +29,7 @@ _STEPS_BEFORE_ESTIMATE = 100  # the first steps include the compilation
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides the trained weights, besides the data and the loss."""
+    """The settings that determine the trained weights, in addition to the data and the loss."""
 
     steps: int
     batch_size: int
@@ -77,7 +77,7 @@ class Outcome:
 
 
 def next_token_loss(model: LlamaForCausalLM, windows: Tensor) -> Tensor:
-    """Returns the cross entropy of each token given those before it."""
+    """Returns the mean cross entropy of each token given those before it, in nats."""
     logits = model(input_ids=windows[:, :-1], use_cache=False).logits.float()
     return nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
 
@@ -141,7 +141,7 @@ class Trainer(Generic[ModelT]):
             must_evaluate = self._step % self._schedule.steps_between_evaluations == 0
             if self._step % _STEPS_BETWEEN_LOGS and not must_evaluate and self._step < last_step:
                 continue
-            # Reading the loss waits for the device, so the time is known only now.
+            # Reading the loss waits for the device, so the time is only known after it.
             self._report(loss.item(), progress, self._step - first_step == _STEPS_BEFORE_ESTIMATE)
             if must_evaluate and self._step < last_step:
                 self._log(event="evaluation", held_out_loss=self.evaluate())
@@ -225,7 +225,7 @@ class Trainer(Generic[ModelT]):
 
 
 class _Stopwatch:
-    """Counts tokens and the seconds spent on them, without the time between lap and restart."""
+    """Counts tokens and the seconds spent on them, except between `lap` and `restart`."""
 
     def __init__(self, tokens: int = 0, seconds: float = 0.0) -> None:
         self.tokens = tokens

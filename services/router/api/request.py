@@ -232,9 +232,9 @@ class ApiRequest(BaseModel, abc.ABC):
         return "max_tokens", self.max_tokens
 
     def truncate(self, token_ids: list[int], max_model_len: int) -> list[int]:
-        """Returns the last tokens of a prompt, as many as `truncate_prompt_tokens` keeps.
+        """Returns the last `truncate_prompt_tokens` tokens of a prompt; all if it is None.
 
-        The value -1 keeps all that leave room for the answer within `max_model_len` tokens.
+        The value -1 keeps the tokens that leave room for the answer within `max_model_len`.
         """
         kept = self.truncate_prompt_tokens
         if kept is None:

@@ -78,7 +78,7 @@ class AdapterRef(NamedTuple):
 
 
 class ReplicaLostError(UnavailableError):
-    """A replica will not finish a call, which another can continue from its tokens so far.
+    """A replica will not finish a call; another can continue it from its tokens.
 
     lost: its stream broke, it was restarted, or it is silent although it is connected;
     draining: it is shutting down, and refused or gave up the call, or closed the stream;
