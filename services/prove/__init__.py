@@ -1,1 +1,1 @@
-"""`outrider prove`: measures on the devices at hand whether speculation pays, next to `vllm serve`, and reports it."""
+"""`outrider prove`: measures if speculation pays on these devices, compared with `vllm serve`."""

@@ -130,7 +130,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Returns the exit code. Raises ConfigurationError."""
+    """Measures the systems and writes the report. Returns the exit code.
+
+    The code is 1 if tokens differ against a promise or a system could not be measured, and 128 plus the signal if a
+    signal ended it. Raises ConfigurationError.
+    """
     experiment = read_experiment(arguments)
     _make_folder(arguments.out)
     together = fit_together(experiment)
@@ -163,7 +167,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def read_experiment(arguments: argparse.Namespace) -> Experiment:
-    """Raises ConfigurationError."""
+    """Returns the experiment that `arguments` describe. Raises ConfigurationError."""
     config = load_config(arguments.config, [*arguments.overrides, *_SETTINGS], os.environ)
     has_peer = _has_peer(arguments.peer, config)
     if not config.has_drafter:

@@ -1,4 +1,7 @@
-"""A client that gets comparable answers from any OpenAI-style server: the same prompts, the same number of tokens."""
+"""A client that gets comparable answers from any OpenAI-style server.
+
+All servers get the same prompts, and generate the same number of tokens.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +22,22 @@ _MAX_ANSWER_BYTES = 16 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class TimedAnswer:
-    """One answer, times in seconds. Without streaming both times are those of the whole answer."""
+    """One answer with its times in seconds. Without streaming, both are of the whole answer."""
 
     num_tokens: int
     first_token_seconds: float  # since the request was sent
     last_token_seconds: float
-    gaps: tuple[float, ...] = ()  # between the pieces of the answer
+    gaps: tuple[float, ...] = ()  # seconds between the pieces of the answer
     token_ids: tuple[int, ...] = ()  # if they were requested
 
     @property
     def token_gaps(self) -> list[float]:
-        """Seconds between the tokens; those of one piece come together."""
+        """Seconds between consecutive tokens; 0 for tokens of the same piece."""
         return [*self.gaps, *[0.0] * (self.num_tokens - 1 - len(self.gaps))]
 
     @property
     def seconds_between_tokens(self) -> float | None:
-        """Mean over the tokens after the first; None if there are none."""
+        """Mean seconds per token after the first; None if there is none."""
         if self.num_tokens < 2:
             return None
         return (self.last_token_seconds - self.first_token_seconds) / (self.num_tokens - 1)
@@ -77,8 +80,8 @@ def ask_all(
 ) -> RequestBurst:
     """Sends every request, `num_streams` at a time. Raises ConfigurationError.
 
-    `arrivals`: seconds after the beginning at which each is asked, if a stream is free then. An exception, also one of
-    a signal handler, ends the wait at once; requests that are running continue until they are answered.
+    `arrivals`: for each request, seconds after the start at which it is sent, or later if no stream is free. An
+    exception, also one of a signal handler, ends the wait at once; running requests continue until they are answered.
     """
     ask = _streamed if is_streamed else _whole
 
@@ -106,7 +109,7 @@ def _streamed(url: str, path: str, body: dict[str, Any], context: ssl.SSLContext
         for choice in event["choices"]:
             own = choice.get("token_ids")
             token_ids += own or ()
-            if own != []:  # when IDs are requested, a piece without IDs is no token
+            if own != []:  # if IDs are requested, a piece without IDs has no token
                 times.append(time.perf_counter() - asked_at)
     gaps = tuple(after - before for before, after in itertools.pairwise(times))
     return TimedAnswer(num_tokens, times[0], times[-1], gaps, tuple(token_ids))

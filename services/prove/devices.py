@@ -35,7 +35,7 @@ class Device:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables that show a program this GPU alone."""
+        """Environment variables with which a program sees only this GPU; {} for a CPU."""
         if self.kind == "cpu":
             return {}
         visible = os.environ.get(_VISIBLE)
@@ -58,9 +58,11 @@ def parse_device(text: str) -> Device:
 
 
 def choose_devices(target: Device | None, draft: Device | None) -> tuple[Device, Device]:
-    """Chooses missing devices: the first two GPUs, otherwise half of the cores each.
+    """Returns both devices, with defaults for those that are None.
 
-    A draft without a GPU gets the cores that the target leaves. Raises ConfigurationError when a device is not here.
+    The target's default is the first GPU, otherwise half of the cores. The draft's default is another GPU if the target
+    has one, otherwise the cores that the target leaves, or all cores. Raises ConfigurationError if this machine does
+    not have a device.
     """
     num_gpus, cores = count_gpus(), tuple(sorted(os.sched_getaffinity(0)))
     if target is None:
@@ -80,7 +82,7 @@ def count_gpus() -> int:
 
 
 def describe(device: Device) -> str:
-    """Returns the GPU's name, or the processor's with its cores."""
+    """Returns the name of the GPU or the processor, with `device` in parentheses."""
     if device.kind == "cuda":
         import torch
 

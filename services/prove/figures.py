@@ -1,4 +1,4 @@
-"""The figures of results: times over all answers, and the raw form that is written as JSON."""
+"""Figures of the results: times over all answers, and the raw figures for JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Times:
     """Times of all answers, in seconds."""
 
     first: list[float]
-    between: list[float]  # one per answer
+    between: list[float]  # mean time between tokens, one value per answer
     pauses: list[float]
     whole: list[float]
 
@@ -30,7 +30,7 @@ class Times:
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:
-    """Returns the value with that share of all at or below it; None if there are no values."""
+    """Returns the quantile `share` (0.5 is the median) of `values`; None if there are none."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else None
 
 

@@ -1,4 +1,4 @@
-"""The end of a measurement before it is complete: a time limit, Ctrl-C or SIGTERM."""
+"""Stops a measurement early: at a time limit, on Ctrl-C or on SIGTERM."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopped(KeyboardInterrupt):
-    """The measurement ends here; its message is the reason."""
+    """The measurement was stopped early; the message is the reason."""
 
 
 class TimeLimit:
@@ -46,14 +46,14 @@ class TimeLimit:
         return self.reason is not None
 
     def check(self) -> None:
-        """Raises Stopped if the limit was reached behind a shield."""
+        """Raises Stopped if the limit was reached while it was shielded."""
         if self.reason is not None and not self._has_raised:
             self._has_raised = True
             raise Stopped(self.reason)
 
     @contextmanager
     def shielded(self) -> Iterator[None]:
-        """Defers the exception: nothing is raised within, and `is_reached` still changes."""
+        """Defers the exception: nothing is raised in the context, but `is_reached` still changes."""
         before, self._is_shielded = self._is_shielded, True
         try:
             yield
@@ -76,7 +76,7 @@ class TimeLimit:
     def _end(self) -> None:
         if self.reason is None:
             self.reason = f"the time limit of {self._seconds / 60:g} minutes was reached"
-            os.kill(os.getpid(), signal.SIGINT)  # interrupts what the main thread waits for
+            os.kill(os.getpid(), signal.SIGINT)  # interrupts the main thread even while it waits
 
     def _note(self, signum: int, _: FrameType | None) -> None:
         if self.reason is None:

@@ -33,20 +33,23 @@ class Result:
 
     @property
     def num_rounds(self) -> float:
-        """Rounds of all sequences, without the prompts' steps: each commits its accepted drafts and one more token."""
+        """Number of rounds of all sequences, without the steps of prompts.
+
+        Each round commits its accepted drafts and one more token.
+        """
         tokens = sum(answer.num_tokens - 1 for answer in self.burst.answers)
         return tokens - (self.num_accepted or 0.0)
 
     @property
     def mean_k(self) -> float | None:
-        """Draft tokens a round, over all rounds, also those without drafts."""
+        """Mean draft tokens per round, including rounds without drafts; None if unknown."""
         if self.num_drafted is None or self.num_rounds <= 0:
             return None
         return self.num_drafted / self.num_rounds
 
     @property
     def acceptance_length(self) -> float | None:
-        """Tokens a round, over all rounds."""
+        """Mean tokens committed per round, including rounds without drafts; None if unknown."""
         if self.num_accepted is None or self.num_rounds <= 0:
             return None
         return 1 + self.num_accepted / self.num_rounds
@@ -59,7 +62,7 @@ class Results:
     experiment: Experiment
     systems: Sequence[str]
     results: list[Result] = field(default_factory=list)
-    problems: dict[str, str] = field(default_factory=dict)  # why a system was not or no longer measured, by its name
+    problems: dict[str, str] = field(default_factory=dict)  # by system: why it was not, or no longer, measured
 
     def of(self, system: str, num_streams: int) -> list[Result]:
         return [one for one in self.results if (one.system, one.num_streams) == (system, num_streams)]
@@ -76,9 +79,9 @@ class Results:
         ]
 
     def differences(self) -> dict[str, Differences]:
-        """Compares each answer of Outrider's systems with the first answer of any of them to the same prompt.
+        """Compares answers of Outrider's systems with the first answer to the same prompt.
 
-        The answer to a prompt and its seed depends neither on the placement nor on the number of streams.
+        The answer to a prompt and its seed should depend neither on the placement nor on the number of streams.
         """
         expected: dict[int, tuple[int, ...]] = {}
         found: dict[str, Differences] = {}
@@ -116,11 +119,12 @@ def measure(
     together: bool,
     did_one: Callable[[], object] = lambda: None,
 ) -> None:
-    """Measures each system at each number of streams in every repeat; every second repeat has the reverse order.
+    """Measures each system at each number of streams in every repeat.
 
-    `together`: all systems run from beginning to end and answer in turn. Otherwise each is started for its turn and
-    stopped after it. A system that cannot be measured is left out from then on. Raises Stopped; `results` keeps what
-    was measured before. All processes have ended afterwards.
+    Every second repeat has the reverse order. `together`: whether all systems run from beginning to end and answer in
+    turn; otherwise each is started for its turn and stopped after it. A system that fails is left out from then on.
+    Calls `did_one` after each measurement. Raises Stopped if `limit` is reached; `results` then has the results so far.
+    All processes have ended afterwards.
     """
     try:
         if together:
@@ -146,9 +150,9 @@ def measure(
 def _turns(
     systems: Sequence[System], streams: Sequence[int], repeat: int, *, together: bool
 ) -> Iterator[tuple[System, Sequence[int]]]:
-    """Yields the systems in the order of a repeat, each with the numbers of streams that it is measured at in its turn.
+    """Yields the systems in the order of a repeat, with their numbers of streams.
 
-    In this order a drift of the machine's speed affects all systems alike.
+    Every second repeat has the reverse order, so that a drift of the machine's speed affects all systems alike.
     """
     order = systems if repeat % 2 == 0 else systems[::-1]
     if together:
@@ -158,7 +162,7 @@ def _turns(
 
 
 def _try(system: System, results: Results, act: Callable[[], object]) -> None:
-    """Calls `act` unless `system` has failed before; notes why if it fails now."""
+    """Calls `act` unless `system` has failed before; records the reason if it fails now."""
     if system.name in results.problems:
         return
     try:
@@ -173,7 +177,10 @@ def _stop(system: System, limit: TimeLimit) -> None:
 
 
 def _warm(system: System, experiment: Experiment) -> None:
-    """Answers other prompts at each number of streams: kernels are compiled, and the controller learns."""
+    """Sends other prompts at each number of streams.
+
+    Kernels are compiled, and the controller collects its first measurements.
+    """
     for num_streams in experiment.streams:
         first = max(experiment.streams) * experiment.answers
         _ask(system, experiment, range(first, first + num_streams), num_streams)
@@ -192,7 +199,7 @@ def _run(system: System, results: Results, repeat: int, num_streams: int) -> Non
 
 
 def _ask(system: System, experiment: Experiment, indexes: Sequence[int], num_streams: int) -> RequestBurst:
-    """Sends the prompts with these indexes, which are their seeds too."""
+    """Sends the prompts with these indexes; the index is also the seed of the request."""
     shared: Mapping[str, object] = {
         "model": MODEL,
         "temperature": experiment.temperature,

@@ -1,4 +1,4 @@
-"""The memory of a measurement: room for all sequences, and whether all systems can run at once."""
+"""Makes room in memory for all sequences, and checks if all systems fit at once."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from services.prove.devices import Device
 from services.prove.systems import Experiment
 
 _SPARE_TOKENS = 64  # per sequence: uncommitted drafts and partly filled blocks
-_WORKER_BYTES = 3 * GB  # next to weights and KV cache: activations, a GPU's context and graphs, vLLM's processes
+_WORKER_BYTES = 3 * GB  # besides weights and KV cache: activations, a GPU's context and graphs, vLLM's processes
 _SMALL_WORKER_BYTES = 1 * GB  # the same for the PyTorch engine on a CPU
 _USABLE_SHARE = 0.9  # share of the free memory
 
 
 def with_room(config: Config, streams: Sequence[int], num_tokens: int) -> Config:
-    """Returns `config` with room for the sequences of all streams, of `num_tokens` each, in both pools.
+    """Returns `config` with room for a sequence of `num_tokens` per stream, in both pools.
 
-    The same limits hold for `vllm serve`. A KV cache that is sized by `memory_utilization` stays so.
+    `vllm serve` gets the same limits. A KV cache that is sized by `memory_utilization` keeps its setting.
     """
     num_seqs, max_sequence_tokens = max(streams), num_tokens + _SPARE_TOKENS
 
@@ -46,7 +46,7 @@ def with_room(config: Config, streams: Sequence[int], num_tokens: int) -> Config
 
 
 def fit_together(experiment: Experiment) -> bool:
-    """Returns whether the free memory holds all systems at once."""
+    """Returns whether all systems fit into the free memory at once; False if unknown."""
     config, target, draft = experiment.config, experiment.target, experiment.draft
     of_target = _num_bytes(config.target, config.target.model, target, is_vllm=config.target.engine == "vllm")
     of_peer = _num_bytes(config.target, config.target.model, target, is_vllm=True)
@@ -66,10 +66,10 @@ def fit_together(experiment: Experiment) -> bool:
 
 
 def sharing_memory(config: Config, device: Device) -> Config:
-    """Returns `config` for a target that vLLM starts on a GPU where others run.
+    """Returns `config` with the `memory_utilization` that the target needs on a shared GPU.
 
-    vLLM refuses to start unless this share of the GPU's memory is free (`memory_utilization`), even if the size of the
-    KV cache is set.
+    vLLM refuses to start unless this share of the GPU's memory is free, even if the size of the KV cache is set. On a
+    CPU, or if the need is unknown, `config` is unchanged.
     """
     needed = _num_bytes(config.target, config.target.model, device, is_vllm=True)
     if device.kind == "cpu" or needed is None:
@@ -87,7 +87,10 @@ def _clamped(num_tokens: int, model: str) -> int:
 
 
 def _num_bytes(worker: WorkerConfig, model: str, device: Device, *, is_vllm: bool) -> float | None:
-    """Estimates the memory of a worker on `device`; None if unknown, or a share of the total."""
+    """Estimates the memory of a worker on `device` in bytes; None if it is unknown.
+
+    It is also unknown if the KV cache has a share of the device's memory.
+    """
     planned = _planned(model, worker.dtype)
     if planned is None or worker.kv_cache_bytes is None:
         return None

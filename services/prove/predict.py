@@ -26,7 +26,7 @@ _Curves = Mapping[int, StepPredictor]
 
 @dataclass(frozen=True)
 class Forecast:
-    """One placement at one number of streams."""
+    """The prediction for one placement at one number of streams."""
 
     system: str
     num_streams: int

@@ -42,7 +42,7 @@ class ProofReport:
 
     @property
     def breaks_promise(self) -> bool:
-        """True if tokens differ although the target's numerics promise that none does."""
+        """True if tokens differ although the target's numerics promise equal tokens."""
         is_promised = self.experiment.config.target.numerics == "invariant"
         return is_promised and any(one.num_different_tokens for one in self.results.differences().values())
 
@@ -222,7 +222,7 @@ class ProofReport:
         return ["## How far the prediction was off", "", *_table(head, rows)]
 
     def _measured_acceptance(self, forecast: Forecast) -> float | None:
-        """Returns the one rate that gives the acceptance length; None if nothing was drafted."""
+        """Returns the acceptance rate that gives the measured length; None without drafts."""
         results = self.results.of(forecast.system, forecast.num_streams)
         rounds = sum(one.num_rounds for one in results)
         drafted, accepted = (
@@ -299,7 +299,7 @@ def _counts(one: dict[str, int]) -> list[int]:
 
 
 def _listed(missing: Sequence[Cell], repeats: int) -> list[str]:
-    """Lists cells, with those of all repeats in one line."""
+    """Returns one line for each system and number of streams in `missing`, with its repeats."""
     by_point: dict[tuple[str, int], list[int]] = {}
     for repeat, system, num_streams in missing:
         by_point.setdefault((system, num_streams), []).append(repeat + 1)

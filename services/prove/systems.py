@@ -1,4 +1,4 @@
-"""The systems that are compared: `vllm serve`, and Outrider without drafts and with two placements of the draft."""
+"""The systems to compare: `vllm serve`, and Outrider without drafts and in two placements."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Experiment:
 
     @property
     def prompt_tokens(self) -> int:
-        """Mean length of a prompt."""
+        """Mean number of tokens of a prompt."""
         return max(1, round(sum(map(len, self.prompts)) / len(self.prompts)))
 
     @property
@@ -58,7 +58,7 @@ class Experiment:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Draft tokens since the start."""
+    """Numbers of draft tokens since the system's start."""
 
     drafted: float
     accepted: float
@@ -74,11 +74,17 @@ class System(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Returns when the system answers. Raises ConfigurationError and UnavailableError."""
+        """Starts the system, and returns when it answers.
+
+        Raises ConfigurationError, or UnavailableError if it does not become ready.
+        """
 
     @abstractmethod
     def stop(self, is_hurried: Callable[[], bool]) -> None:
-        """Ends all of its processes, at once when `is_hurried`. May be called at any time, repeatedly."""
+        """Ends all processes of the system; at once if `is_hurried` returns True.
+
+        May be called at any time, also repeatedly.
+        """
 
     def counters(self) -> Counters | None:
         """Returns the counters; None if the system has none. Raises ConfigurationError."""
@@ -86,7 +92,7 @@ class System(ABC):
 
 
 class OutriderSystem(System):
-    """A local cluster of router, target worker and perhaps draft worker."""
+    """A local cluster: a router, a target worker, and in some placements a draft worker."""
 
     def __init__(self, name: str, description: str, config: Config, target: Device, draft: Device) -> None:
         self.name = name
@@ -159,7 +165,7 @@ class StockSystem(System):
 
 
 def _wait(is_ready: Callable[[], bool], programs: Sequence[Child]) -> None:
-    """Raises UnavailableError if one of `programs` ends, or they are not ready in time."""
+    """Waits until `is_ready`. Raises UnavailableError if a program ends, or after _READY_SECONDS."""
     deadline = time.monotonic() + _READY_SECONDS
     while not is_ready():
         for program in programs:

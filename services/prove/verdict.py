@@ -1,4 +1,4 @@
-"""The verdict on the measured figures: ratios of tokens a second with their spread, and which placement to use."""
+"""The verdict: ratios of tokens per second with their spread, and the placement to use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PLACEMENTS = {
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Tokens a second of one system over those of another, in each repeat that has both."""
+    """Tokens per second of one system divided by another's, for each repeat with both."""
 
     values: tuple[float, ...]
 
@@ -55,7 +55,7 @@ def ratio(results: Results, system: str, other: str, num_streams: int) -> Ratio:
 
 
 def median_rate(results: Results, system: str, num_streams: int) -> float | None:
-    """Returns tokens a second; None if not measured."""
+    """Returns the median tokens per second over the repeats; None if not measured."""
     rates = [one.tokens_per_second for one in results.of(system, num_streams)]
     return statistics.median(rates) if rates else None
 

@@ -42,6 +42,6 @@ def vllm_server(
 
         own["LD_PRELOAD"] = ":".join(recommended_libraries())
         own["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cpus))
-    # `env` sets the variables, so that the server preloads the libraries and no other process of ours does.
+    # `env` sets the variables, so that only the server preloads the libraries, not this process or its other children.
     prefix = ["env", "-u", "VLLM_USE_V2_MODEL_RUNNER", *(f"{key}={value}" for key, value in own.items())]
     return Child(name, arguments, module="vllm.entrypoints.openai.api_server", prefix=prefix)
