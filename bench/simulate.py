@@ -38,7 +38,7 @@ from cluster.simulator.cluster import MeasuredSpan, SimulatedCluster
 from cluster.simulator.figures import Figures, Percentiles
 from cluster.simulator.hardware import num_kv_blocks
 from cluster.simulator.report import table, to_json
-from cluster.simulator.traffic import Arrival, ClosedTraffic, Lengths, OpenTraffic, Traffic
+from cluster.simulator.traffic import Arrival, ClosedTraffic, EndedRequest, Lengths, OpenTraffic, Traffic
 from services.launch.local import LocalCluster
 
 BAR = 0.1
@@ -146,17 +146,17 @@ def ask(url: str, traffic: Traffic, num_streams: int, started_at: float) -> list
     answers: list[Answer] = []
     limits = httpx.Limits(max_connections=num_streams)
 
-    def next_one(has_ended: bool) -> Arrival | None:
+    def next_one(before: Arrival | None) -> Arrival | None:
         with lock:
-            following = traffic.after(time.perf_counter() - started_at) if has_ended else None
+            ended = None if before is None else EndedRequest(before, time.perf_counter() - started_at)
+            following = None if ended is None else traffic.after(ended)
             return following or next(arrivals, None)
 
     def stream() -> None:
-        has_ended = False
-        while (arrival := next_one(has_ended)) is not None:
+        arrival = None
+        while (arrival := next_one(arrival)) is not None:
             time.sleep(max(0.0, started_at + arrival.seconds - time.perf_counter()))
             answer = _answer(client, arrival)
-            has_ended = True
             with lock:
                 answers.append(answer)
 

@@ -124,6 +124,11 @@ class RouterConfig(Section):
         description="initial prompt of the page, as a question to a chat model; null: the beginning of a Python "
         "function, to be completed",
     )
+    routing: Literal["affinity", "least-loaded"] = Field(
+        "affinity",
+        description="choice of a request's target; affinity: the one where it makes the least work, which counts the "
+        "prompt's beginning if it is probably in the prefix cache; least-loaded: the one with the fewest sequences",
+    )
     allow_different_targets: bool = Field(
         False,
         description="use targets together even if their answers may differ (other weights, dtype, processor, ...): "

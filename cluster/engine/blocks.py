@@ -37,7 +37,7 @@ class BlockManager:
         self.block_size = block_size
         self.num_queried_tokens = 0  # tokens of the sequences that `allocate_for` placed
         self.num_hit_tokens = 0  # those whose KV was cached
-        self._enable_prefix_caching = enable_prefix_caching
+        self.caches_prefixes = enable_prefix_caching
         # Taken from the end, so that low block numbers are used first and a single sequence gets adjacent blocks.
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # the first one returned comes first
@@ -139,7 +139,7 @@ class BlockManager:
         num_full = num_hashed = num_tokens // size
         while num_hashed > 0 and hash_of[block_table[num_hashed - 1]] is None:
             num_hashed -= 1
-        if num_hashed == num_full or not self._enable_prefix_caching:
+        if num_hashed == num_full or not self.caches_prefixes:
             return
         parent = hash_of[block_table[num_hashed - 1]] if num_hashed else root
         for index in range(num_hashed, num_full):

@@ -6,7 +6,7 @@ Targets run their real step loops, each with a clock of its own (`turns`); reque
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from cluster.config import Config
@@ -17,7 +17,7 @@ from cluster.errors import ConfigurationError, InvalidRequestError
 from cluster.simulator.drafts import VOCAB_SIZE, SimulatedDraft, VirtualDraft, VirtualPool, draft_limits, target_limits
 from cluster.simulator.figures import Figures, Recorder, WorkerFigures
 from cluster.simulator.overheads import PROGRAMS, Programs
-from cluster.simulator.traffic import Arrival, Traffic
+from cluster.simulator.traffic import Arrival, EndedRequest, Traffic
 from cluster.simulator.turns import NEVER, Over, TargetTime, Turns
 from cluster.simulator.virtual import simulated_request
 from cluster.simulator.workers import RecordedDrafter, RecordedTarget
@@ -29,6 +29,9 @@ _MIN_STEP_MS, _MAX_MS = 1e-3, 3_600_000.0
 _MAX_REQUESTS = 2**32  # requests per run; their seeds follow the run's
 _IDLE_SECONDS = 1e-3  # pause after a step in which nothing could be scheduled
 
+Choose = Callable[[Arrival, Sequence[int]], int]
+"Returns the index of a request's target, given the requests in flight at each."
+
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSpan:
@@ -38,6 +41,11 @@ class MeasuredSpan:
     until: float
     interval: float = 10.0
     is_cut: bool = False  # the run ends at `until`; otherwise when all requests are answered
+
+
+def least_loaded(arrival: Arrival, in_flight: Sequence[int]) -> int:
+    """Returns the target with the fewest requests, as the router does for prompts that share nothing."""
+    return min(range(len(in_flight)), key=in_flight.__getitem__)
 
 
 class SimulatedCluster:
@@ -51,16 +59,19 @@ class SimulatedCluster:
         span: MeasuredSpan,
         seed: int = 0,
         programs: Programs = PROGRAMS,
+        choose: Choose = least_loaded,
     ) -> None:
         """Builds the cluster of `config` with `num_blocks` KV blocks for each target.
 
-        Raises ConfigurationError for what cannot be simulated.
+        `choose` is called for each request that is not refused. Raises ConfigurationError for what cannot be simulated.
         """
         check(config)
         self._config = config
         self._traffic = traffic
         self._span = span
         self._programs = programs
+        self._choose = choose
+        self._running: dict[int, _Request] = {}  # by number
         self._first_seed = seed % 2**31 * _MAX_REQUESTS
         self._turns = Turns()
         self._now = self._shown = 0.0
@@ -104,7 +115,9 @@ class SimulatedCluster:
             config.simulation,
             VOCAB_SIZE,
             target_limits(config),
-            BlockManager(num_blocks, config.target.block_size, enable_prefix_caching=False),
+            BlockManager(
+                num_blocks, config.target.block_size, enable_prefix_caching=config.target.enable_prefix_caching
+            ),
             pool,
             without_run_ahead(config.speculation) if pool.drafts_in_turn else config.speculation,
             time,
@@ -152,13 +165,13 @@ class SimulatedCluster:
     def _ask(self, arrival: Arrival) -> None:
         """Handles a request as the router does (`Admission`, `ReplicaPool.find`).
 
-        Refuses it if there are too many, otherwise chooses the target with the fewest.
+        Refuses it if there are too many, otherwise chooses a target.
         """
         number = self.recorder.arrived(arrival.seconds, arrival.answer_tokens)
         if self._num_in_flight >= self._config.router.max_waiting_requests:
             self.recorder.refused(number)
             return
-        target = min(self._targets, key=lambda one: one.num_in_flight)
+        target = self._targets[self._choose(arrival, [one.num_in_flight for one in self._targets])]
         self._num_in_flight += 1
         target.num_in_flight += 1
         at = arrival.seconds + self._programs.router
@@ -166,12 +179,16 @@ class SimulatedCluster:
 
     def _submit(self, target: _Target, number: int, arrival: Arrival, at: float) -> None:
         seed = self._first_seed + number
-        request = simulated_request(seed, VOCAB_SIZE, arrival.prompt_tokens, arrival.answer_tokens, None)
+        request = simulated_request(
+            seed, VOCAB_SIZE, arrival.prompt_tokens, arrival.answer_tokens, None, arrival.token_ids
+        )
         self._now = max(self._now, at)
+        self._running[number] = _Request(arrival, target)
         try:
             target.engine.submit(request)
         except InvalidRequestError:
             self.recorder.refused(number)
+            del self._running[number]
             self._leave(target)
             return
         target.wakes_at = min(target.wakes_at, at)
@@ -180,13 +197,14 @@ class SimulatedCluster:
         self._num_in_flight -= 1
         target.num_in_flight -= 1
 
-    def _answered(self, target: _Target, at: float) -> None:
-        """Records that a client has its whole answer; a closed stream sends its next request."""
-        self._leave(target)
+    def _answered(self, number: int, at: float) -> None:
+        """Records that a client has its whole answer; it may send a further request."""
+        request = self._running.pop(number)
+        self._leave(request.target)
         self._now = max(self._now, at)
-        arrival = self._traffic.after(at)
+        arrival = self._traffic.after(request.answer(at))
         if arrival is not None:
-            self._ask(arrival)
+            self._turns.at(max(at, arrival.seconds), lambda: self._ask(arrival))
 
     def _end(self) -> None:
         self._now = self._span.until
@@ -220,11 +238,12 @@ class SimulatedCluster:
         assert step is not None
         self.recorder.stepped(target.index, now, step, outputs)
         for output in outputs:
-            is_finished = output.finish_reason is not None
-            self.recorder.committed(int(output.request_id) - self._first_seed, now, is_finished=is_finished)
+            is_finished, number = output.finish_reason is not None, int(output.request_id) - self._first_seed
+            self.recorder.committed(number, now, is_finished=is_finished)
+            at = now + self._programs.answer
+            self._running[number].take(output, at)
             if is_finished:
-                at = now + self._programs.answer
-                self._turns.at(at, partial(self._answered, target, at))
+                self._turns.at(at, partial(self._answered, number, at))
 
 
 @dataclass(slots=True)
@@ -234,6 +253,27 @@ class _Target:
     time: TargetTime
     num_in_flight: int = 0  # requests, as the router counts them
     wakes_at: float = NEVER  # NEVER: idle
+
+
+@dataclass(slots=True)
+class _Request:
+    """A request at its target, and what its client has of the answer."""
+
+    arrival: Arrival
+    target: _Target
+    first_token_at: float | None = None
+    token_ids: list[int] = field(default_factory=list)
+    num_cached_tokens: int = 0
+
+    def take(self, output: GenerationOutput, at: float) -> None:
+        if self.first_token_at is None:
+            self.first_token_at, self.num_cached_tokens = at, output.num_cached_tokens
+        self.token_ids += output.token_ids
+
+    def answer(self, at: float) -> EndedRequest:
+        assert self.first_token_at is not None
+        first_token_at, target = self.first_token_at, self.target.index
+        return EndedRequest(self.arrival, at, first_token_at, self.token_ids, target, self.num_cached_tokens)
 
 
 def _drafts_in_turn(config: Config) -> bool:

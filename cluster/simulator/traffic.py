@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,6 +28,19 @@ class Arrival:
     seconds: float  # since the start
     prompt_tokens: int
     answer_tokens: int
+    token_ids: Sequence[int] = ()  # the prompt; (): tokens that no other request shares
+
+
+@dataclass(frozen=True, slots=True)
+class EndedRequest:
+    """A request that has ended, at times in seconds since the start."""
+
+    arrival: Arrival
+    ended_at: float
+    first_token_at: float = math.nan
+    token_ids: Sequence[int] = ()
+    target: int = 0  # index of the target that answered
+    num_cached_tokens: int = 0  # tokens of the prompt that were in the target's prefix cache
 
 
 class Traffic(Protocol):
@@ -35,8 +49,8 @@ class Traffic(Protocol):
     def arrivals(self) -> Iterator[Arrival]:
         """Yields the requests that do not depend on answers."""
 
-    def after(self, ended_at: float) -> Arrival | None:
-        """Returns the request that follows one that has ended, or None."""
+    def after(self, answer: EndedRequest) -> Arrival | None:
+        """Returns the request that follows the one of `answer`, or None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +121,7 @@ class OpenTraffic:
                 return
             yield Arrival(now, self._prompts.draw(rng), self._answers.draw(rng))
 
-    def after(self, ended_at: float) -> Arrival | None:
+    def after(self, answer: EndedRequest) -> Arrival | None:
         return None
 
 
@@ -139,8 +153,8 @@ class ClosedTraffic:
         for number in range(self._num_streams):
             yield self._at(self._ramp_seconds * number / self._num_streams)
 
-    def after(self, ended_at: float) -> Arrival | None:
-        return self._at(ended_at) if ended_at < self._seconds else None
+    def after(self, answer: EndedRequest) -> Arrival | None:
+        return self._at(answer.ended_at) if answer.ended_at < self._seconds else None
 
     def _at(self, seconds: float) -> Arrival:
         return Arrival(seconds, self._prompts.draw(self._rng), self._answers.draw(self._rng))
@@ -181,7 +195,7 @@ class RecordedTraffic:
     def arrivals(self) -> Iterator[Arrival]:
         return iter(self._requests)
 
-    def after(self, ended_at: float) -> Arrival | None:
+    def after(self, answer: EndedRequest) -> Arrival | None:
         return None
 
 

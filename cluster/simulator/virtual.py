@@ -22,18 +22,27 @@ _NUM_BLOCKS = 1_000_000
 
 
 def simulated_request(
-    seed: int, vocab_size: int, prompt_len: int, max_tokens: int, num_speculative_tokens: int | None
+    seed: int,
+    vocab_size: int,
+    prompt_len: int,
+    max_tokens: int,
+    num_speculative_tokens: int | None,
+    token_ids: Sequence[int] = (),
 ) -> GenerationRequest:
-    """Returns a request to a simulated target, whose answer depends on `seed` alone."""
+    """Returns a request to a simulated target, whose answer depends on `seed` alone.
+
+    Without `token_ids` its prompt has `prompt_len` tokens, and no keys and values in common with another request.
+    """
     return GenerationRequest(
         request_id=str(seed),
-        token_ids=[(seed * 31 + place) % vocab_size for place in range(prompt_len)],
-        num_prompt_tokens=prompt_len,
+        token_ids=[*token_ids] or [(seed * 31 + place) % vocab_size for place in range(prompt_len)],
+        num_prompt_tokens=len(token_ids) or prompt_len,
         params=SamplingParams(),
         noise_key=NoiseKey.derive(seed, 0),
         max_tokens=max_tokens,
         ignore_eos=True,
         num_speculative_tokens=num_speculative_tokens,
+        cache_salt="" if token_ids else str(seed),
     )
 
 

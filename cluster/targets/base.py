@@ -126,6 +126,7 @@ class Target(ABC):
     model: TargetModel
     limits: StepLimits
     block_size: int  # tokens in a KV block
+    caches_prefixes: bool  # whether the KV of a prompt is kept for later prompts with the same beginning
     error: BaseException | None = None  # why the step loop ended, if it did
 
     @property

@@ -61,6 +61,7 @@ class StepLoop(Target):
         self.model = model
         self.limits = limits
         self.block_size = blocks.block_size
+        self.caches_prefixes = blocks.caches_prefixes
         self._blocks = blocks
         self._pool = pool
         self._speculation = speculation

@@ -115,8 +115,8 @@ class ProofReport:
         lines += [
             f"Written at {self.predicted_at:%H:%M:%S} UTC, by the formulae of `outrider plan cluster`: on a CPU from "
             "steps that were timed before, on a GPU from its data sheet. It assumes an acceptance rate of "
-            f"{self.experiment.acceptance_rate:g}. It counts the models' steps and a round trip, but neither run-ahead "
-            "nor the time of HTTP, router and scheduling.",
+            f"{self.experiment.acceptance_rate:g}. It counts the models' steps, a round trip and the share of both "
+            "that run-ahead hides, but not the time of HTTP, router and scheduling.",
         ]
         rows = [_forecast_row(forecast) for forecast in self.forecasts if forecast.option is not None]
         if rows:

@@ -86,6 +86,7 @@ def create_app(config: Config) -> Starlette:
         follow_addresses(config.target.addresses),
         tokenizer.fingerprint(),
         allow_different=config.router.allow_different_targets,
+        routing=config.router.routing,
         dialer=Dialer.of(config.tls, "router", config.target.tls_server_name),
     )
     metrics.registry.register(PoolMetrics(pool, metrics, model_id))

@@ -123,6 +123,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
             machine=describe_machine(self._metrics_url),
             adapters=target.adapters,
             block_size=target.block_size,
+            caches_prefixes=target.caches_prefixes,
         )
 
     async def Observe(self, request: target_pb2.ObserveRequest, context: _ObserveContext) -> target_pb2.Observation:

@@ -141,7 +141,8 @@ class VllmTarget(Target):
             target.model, str(model.dtype).removeprefix("torch."), model.get_vocab_size(), eos_token_ids(folder)
         )
         self.limits = StepLimits.of(target, model.max_model_len)
-        self.block_size = self._llm.vllm_config.cache_config.block_size
+        cache = self._llm.vllm_config.cache_config
+        self.block_size, self.caches_prefixes = cache.block_size, bool(cache.enable_prefix_caching)
 
     async def _start(self, folder: Any, tokenizer_fingerprint: str, channel: str) -> AsyncLLM:
         speculation, values = self._config.speculation, common_engine_args(self._config.target)

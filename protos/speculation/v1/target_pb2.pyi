@@ -386,6 +386,7 @@ class TargetDescription(_message.Message):
     ADAPTERS_FIELD_NUMBER: _builtins.int
     MACHINE_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    CACHES_PREFIXES_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """differs after every restart of the worker"""
     num_speculative_tokens: _builtins.int
@@ -405,6 +406,8 @@ class TargetDescription(_message.Message):
     """of this file and types.proto, which only grow"""
     block_size: _builtins.int
     """tokens in a KV block"""
+    caches_prefixes: _builtins.bool
+    """whether the KV of a prompt is kept for later prompts that begin with the same tokens"""
     @_builtins.property
     def model(self) -> _types_pb2.ModelDescription: ...
     @_builtins.property
@@ -442,10 +445,11 @@ class TargetDescription(_message.Message):
         adapters: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         machine: _types_pb2.Machine | None = ...,
         block_size: _builtins.int = ...,
+        caches_prefixes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "machine", b"machine", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "advertised_address", b"advertised_address", "block_size", b"block_size", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "is_draining", b"is_draining", "is_stuck", b"is_stuck", "load", b"load", "machine", b"machine", "max_speculative_tokens", b"max_speculative_tokens", "model", b"model", "num_draft_links", b"num_draft_links", "num_draft_links_configured", b"num_draft_links_configured", "num_speculative_tokens", b"num_speculative_tokens", "traits", b"traits", "wire_version", b"wire_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "advertised_address", b"advertised_address", "block_size", b"block_size", "caches_prefixes", b"caches_prefixes", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "is_draining", b"is_draining", "is_stuck", b"is_stuck", "load", b"load", "machine", b"machine", "max_speculative_tokens", b"max_speculative_tokens", "model", b"model", "num_draft_links", b"num_draft_links", "num_draft_links_configured", b"num_draft_links_configured", "num_speculative_tokens", b"num_speculative_tokens", "traits", b"traits", "wire_version", b"wire_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

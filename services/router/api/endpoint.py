@@ -34,7 +34,7 @@ from services.router.output.logprobs import LogprobsFormat
 from services.router.output.message import Reader
 from services.router.output.writer import ChoiceWriter, TextFormat
 from services.router.page.feed import Feed
-from services.router.targets.affinity import ConversationKey
+from services.router.targets.affinity import RoutingKey
 from services.router.targets.choice_request import ChoiceRequest
 from services.router.targets.prompt_budget import PromptBudget, StartWindow
 from services.router.targets.replicas import AdapterRef, Limits, ReplicaPool
@@ -84,7 +84,7 @@ class Serving:
 @dataclass(frozen=True)
 class _Prompts:
     token_ids: list[list[int]]
-    conversations: list[ConversationKey]  # one for each prompt
+    routing_keys: list[RoutingKey]  # one for each prompt
     echoes: list[str]  # text that each prompt's choices begin with; "" without `echo`
 
 
@@ -127,7 +127,7 @@ class ApiEndpoint(abc.ABC, Generic[R]):
         """Answers `http_request`. If it raises OutriderError, nothing is left running."""
         observer = AnswerObserver(http_request.scope, self._serving.metrics, self._serving.feed)
         request, adapter, num_bytes = await self._read(http_request)
-        prompts = await self._tokenize(http_request.scope, request, num_bytes)
+        prompts = await self._tokenize(http_request.scope, request, adapter, num_bytes)
         answer = self._start(request, prompts, adapter, request_id_of(http_request.scope), observer)
         headers = {"x-outrider-seed": str(answer.reply.seed)}
         if request.stream:
@@ -145,7 +145,7 @@ class ApiEndpoint(abc.ABC, Generic[R]):
             await serving.pool.wait_out_change()
         return request, serving.check_model(request.model), len(body)
 
-    async def _tokenize(self, scope: Scope, request: R, num_bytes: int) -> _Prompts:
+    async def _tokenize(self, scope: Scope, request: R, adapter: AdapterRef | None, num_bytes: int) -> _Prompts:
         """Tokenises the prompts of `request`, and truncates them as it asks.
 
         Takes their tokens from the router's budget of prompt tokens. Raises InvalidRequestError or OverloadedError if
@@ -159,18 +159,19 @@ class ApiEndpoint(abc.ABC, Generic[R]):
         prompts = [request.truncate(prompt, limits.max_model_len) for prompt in prompts]
         echoes = await run_in_thread_if_large(num_bytes, lambda: self._echoes(request, prompts, limits.vocab_size))
         session = Headers(scope=scope).get("x-session-id")
-        conversations = await run_in_thread_if_large(
-            num_bytes, lambda: [self._conversation(request, prompt, session) for prompt in prompts]
+        routing_keys = await run_in_thread_if_large(
+            num_bytes, lambda: [self._routing_key(request, adapter, prompt, session) for prompt in prompts]
         )
-        return _Prompts(prompts, conversations, echoes)
+        return _Prompts(prompts, routing_keys, echoes)
 
-    def _conversation(self, request: R, prompt: list[int], session: str | None) -> ConversationKey:
-        return ConversationKey.of(
+    def _routing_key(
+        self, request: R, adapter: AdapterRef | None, prompt: list[int], session: str | None
+    ) -> RoutingKey:
+        return RoutingKey.of(
             prompt,
             opening=request.opening,
             name=request.prompt_cache_key or session or None,  # a proxy may send an empty header
-            salt=request.cache_salt or "",
-            has_earlier_turns=request.has_earlier_turns,
+            root=f"{'' if adapter is None else adapter.fingerprint} {request.cache_salt or ''}",
         )
 
     def _echoes(self, request: R, prompts: list[list[int]], vocab_size: int) -> list[str]:
@@ -248,7 +249,7 @@ class ApiEndpoint(abc.ABC, Generic[R]):
             request,
             request_id=reply.id,
             prompts=prompts.token_ids,
-            conversations=prompts.conversations,
+            routing_keys=prompts.routing_keys,
             seed=reply.seed,
             limits=limits,
             tokenizer=self._serving.tokenizer,

@@ -222,11 +222,6 @@ class ApiRequest(BaseModel, abc.ABC):
         return None
 
     @property
-    def has_earlier_turns(self) -> bool:
-        """True if the messages have an earlier answer, which a target may have cached."""
-        return False
-
-    @property
     def token_limit(self) -> tuple[str, int | None]:
         """The field that bounds the tokens of a choice, and its value; None: the rest of the context."""
         return "max_tokens", self.max_tokens

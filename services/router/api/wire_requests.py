@@ -10,7 +10,7 @@ from cluster.tokenization import Tokenizer
 from protos.speculation.v1 import target_pb2, types_pb2
 from services.router.api.request import ApiRequest
 from services.router.errors import ContextLengthError, excerpt
-from services.router.targets.affinity import ConversationKey
+from services.router.targets.affinity import RoutingKey
 from services.router.targets.choice_request import ChoiceRequest
 from services.router.targets.replicas import AdapterRef, Limits
 
@@ -22,7 +22,7 @@ def build_choice_requests(
     *,
     request_id: str,
     prompts: Sequence[Sequence[int]],
-    conversations: Sequence[ConversationKey],
+    routing_keys: Sequence[RoutingKey],
     seed: int,
     limits: Limits,
     tokenizer: Tokenizer,
@@ -33,7 +33,7 @@ def build_choice_requests(
 ) -> list[ChoiceRequest]:
     """Returns the requests to targets: `request.n` choices for each of `prompts` (token IDs).
 
-    `conversations` has one key for each prompt. `turn_end_ids` end an answer in addition to the model's end tokens.
+    `routing_keys` has one for each prompt. `turn_end_ids` end an answer in addition to the model's end tokens.
     Choice j of prompt i has the index `i * request.n + j`, as in the answer; the index makes its noise independent.
     Raises InvalidRequestError naming the field if the request exceeds `limits`, and UnavailableError if it needs a
     newer version of the targets.
@@ -67,12 +67,12 @@ def build_choice_requests(
     if not may_speculate:
         template.num_speculative_tokens = 0
     choices: list[ChoiceRequest] = []
-    for prompt_token_ids, conversation in zip(prompts, conversations, strict=True):
+    for prompt_token_ids, key in zip(prompts, routing_keys, strict=True):
         check_prompt(prompt_token_ids, limits.vocab_size, request.prompt_field)
         max_tokens = _max_tokens(request, len(prompt_token_ids), limits.max_model_len)
         max_tokens = max(1, max_tokens)  # a request for 0 tokens generates one, which is dropped
         indices = range(len(choices), len(choices) + request.n)
-        choices += [ChoiceRequest(template, prompt_token_ids, max_tokens, index, conversation) for index in indices]
+        choices += [ChoiceRequest(template, prompt_token_ids, max_tokens, index, key) for index in indices]
     return choices
 
 

@@ -81,10 +81,6 @@ class ChatRequest(ApiRequest, TemplateVariables):
     def opening(self) -> str:
         return opening_of(self.messages)
 
-    @property
-    def has_earlier_turns(self) -> bool:
-        return any(message["role"] == "assistant" for message in self.messages)
-
     @cached_property
     def grammar(self) -> Grammar | None:
         """Grammar of the tool call if one is required, else the requested grammar.

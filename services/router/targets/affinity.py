@@ -1,8 +1,12 @@
-"""Sends all turns of a conversation to one target, which has cached the earlier ones.
+"""Chooses a target for a prompt by the work that the choice makes for all sequences there.
 
-The router keeps no state for this. Among the targets with about the least load it chooses the one with the highest hash
-of conversation and address: rendezvous hashing (Thaler and Ravishankar 1998). So all routers choose the same target,
-and if a target joins or leaves, only its share of the conversations moves.
+A sequence has rows to compute: the tokens of its prompt that the target has not computed for an earlier one, and its
+answer. Every sequence at the target waits for each of them, the new one also for the prompts before it (LMetric, arXiv
+2603.15202, multiplies the first by the second). Targets of a pool are alike, so rows stand for seconds.
+
+Of targets with about the least work the one is chosen for which the hash of the conversation and its address is
+highest: rendezvous hashing (Thaler and Ravishankar 1998). So routers that have not seen a prompt's beginning agree, and
+a target that joins or leaves changes the target of only its share of the conversations.
 """
 
 from __future__ import annotations
@@ -10,47 +14,91 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, Protocol, TypeVar
 
-from services.router.targets.replica import Replica
+from services.router.targets.prefixes import SentPrefixes, chunk_hashes
 
-# First tokens that identify a prompt without messages; a prompt that continues another usually shares them.
-_OPENING_TOKENS = 256
-# How many more sequences than the least loaded target the one with the earlier turns may have. Waiting for one sequence
-# is cheaper than computing the earlier turns again.
-_MORE_SEQUENCES = 1
+_OPENING_TOKENS = 256  # of a prompt without messages: what prompts that continue each other share, most of the time
+# Targets whose work is at most this many times the least are alike. With two routers, later turns find 0.77 of what
+# they could with 1.03, 0.84 with 1.25, 0.89 with 1.5 (`python -m bench.affinity`).
+_ALIKE = 1.5
+# A target gets no more sequences than this many times the mean: bounded loads (Mirrokni et al. 2018). With 1.25 later
+# turns find 3 % less; without a bound a target gets twice the mean where all prompts begin alike.
+_MAX_IMBALANCE = 1.5
+_ANSWER_TOKENS = 100  # rows of an answer, whose length is not known beforehand: the order of magnitude is enough
+
+
+class TargetView(Protocol):
+    """A target, as far as the choice depends on it."""
+
+    @property
+    def address(self) -> str: ...
+
+    @property
+    def load(self) -> int:
+        """Number of sequences there."""
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens to compute before a new prompt's."""
+
+    @property
+    def prefixes(self) -> SentPrefixes: ...
+
+
+T = TypeVar("T", bound=TargetView)
 
 
 @dataclass(frozen=True, slots=True)
-class ConversationKey:
-    """Identifies a conversation by what all of its turns have in common."""
+class RoutingKey:
+    """A prompt, as far as the choice depends on it: its length, its beginnings and its conversation."""
 
-    digest: bytes
-    has_earlier_turns: bool
+    num_tokens: int
+    hashes: Sequence[int]  # of its chunks
+    conversation: bytes  # hash of what all turns of the conversation have in common
 
     @classmethod
-    def of(
-        cls, token_ids: Sequence[int], *, opening: str | None, name: str | None, salt: str, has_earlier_turns: bool
-    ) -> ConversationKey:
-        """Returns the key of a prompt of `token_ids`.
+    def of(cls, token_ids: Sequence[int], *, opening: str | None, name: str | None, root: str) -> RoutingKey:
+        """Returns the key of the prompt `token_ids`.
 
-        `name`: the client's name of the conversation. If it is None, the key is made from `opening`, the text up to the
-        end of the first user message. If that is None too, it is made from the prompt's first tokens.
+        `name` is what the client calls the conversation. Without it the conversation is identified by `opening`, the
+        text up to the end of the first user message, and without that by the prompt's first tokens. Prompts with
+        different `root` share no KV.
         """
-        if opening is None:  # without messages, the length decides if there were earlier turns
-            has_earlier_turns = len(token_ids) > _OPENING_TOKENS
-            if name is None:
-                opening = ",".join(map(str, token_ids[:_OPENING_TOKENS]))
+        if opening is None and name is None:
+            opening = ",".join(map(str, token_ids[:_OPENING_TOKENS]))
         digest = hashlib.blake2b(digest_size=16)
-        for part in (salt, "name", name) if name is not None else (salt, "opening", opening or ""):
+        for part in (root, "name", name) if name is not None else (root, "opening", opening or ""):
             encoded = part.encode("utf-8", "surrogatepass")
             digest.update(len(encoded).to_bytes(8, "little") + encoded)
-        return cls(digest.digest(), has_earlier_turns)
+        return cls(len(token_ids), chunk_hashes(token_ids, root), digest.digest())
 
-    def preferred(self, replicas: Sequence[Replica]) -> Replica | None:
-        """Returns the replica that gets the conversation; None if `replicas` is empty."""
-        least = min((replica.load for replica in replicas), default=0)
-        most = least + (_MORE_SEQUENCES if self.has_earlier_turns else 0)
-        return max((replica for replica in replicas if replica.load <= most), key=self._rank, default=None)
+    def num_uncached(self, place: TargetView) -> int:
+        """Returns the number of its tokens that `place` probably has to compute."""
+        return max(self.num_tokens - place.prefixes.num_tokens(self.hashes), 1)
 
-    def _rank(self, replica: Replica) -> bytes:
-        return hashlib.blake2b(replica.address.encode(), key=self.digest, digest_size=8).digest()
+    def rank(self, address: str) -> bytes:
+        return hashlib.blake2b(address.encode(), key=self.conversation, digest_size=8).digest()
+
+
+def least_work(key: RoutingKey, places: Sequence[T]) -> T | None:
+    """Returns the one of `places` that gets the prompt of `key`; None if there are none."""
+    most_sequences = _MAX_IMBALANCE * (1 + sum(place.load for place in places))
+    places = [place for place in places if place.load * len(places) < most_sequences]
+    if len(places) < 2:
+        return places[0] if places else None
+    work = [place.queued_tokens + (key.num_uncached(place) + _ANSWER_TOKENS) * (1 + place.load) for place in places]
+    most = _ALIKE * min(work)
+    alike = [place for place, number in zip(places, work, strict=True) if number <= most]
+    return max(alike, key=lambda place: key.rank(place.address))
+
+
+def least_load(key: RoutingKey, places: Sequence[T]) -> T | None:
+    """Returns the one of `places` with the fewest sequences; None if there are none."""
+    least = min((place.load for place in places), default=0)
+    alike = (place for place in places if place.load == least)
+    return max(alike, key=lambda place: key.rank(place.address), default=None)
+
+
+Routing = Literal["affinity", "least-loaded"]
+CHOICES = {"affinity": least_work, "least-loaded": least_load}

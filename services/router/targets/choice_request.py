@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from protos.speculation.v1 import target_pb2
-from services.router.targets.affinity import ConversationKey
+from services.router.targets.affinity import RoutingKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class ChoiceRequest:
     prompt_token_ids: Sequence[int]
     max_tokens: int
     choice_index: int
-    conversation: ConversationKey
+    routing_key: RoutingKey
 
     @property
     def num_tokens(self) -> int:

@@ -58,7 +58,7 @@ async def run_anywhere(
     """
     await pool.wait_out_change()
     request_id, adapter = request.template.request_id, AdapterRef.of(request.template)
-    replica = pool.choose(None, adapter, request.conversation)
+    replica = pool.choose(None, adapter, request.routing_key)
     traits, token_ids, num_deaths, num_scored = replica.traits, list[int](), 0, 0
     full, num_moves, last_answer_at = set[Replica](), 0, time.monotonic()
     while num_moves < _MAX_MOVES:
@@ -66,7 +66,7 @@ async def run_anywhere(
         try:
             continued = request.to_wire(token_ids)
             with CallSpan(observer.span, replica, continued) as call:
-                replies = replica.generate(continued)
+                replies = replica.generate(continued, request.routing_key)
                 del continued  # frees the message, which may be large, while the call runs
                 async with contextlib.aclosing(replies):
                     async for reply in replies:
@@ -87,7 +87,7 @@ async def run_anywhere(
         except OverloadedError as error:
             full.add(replica)
             like = traits if token_ids else None
-            another = pool.find(like, adapter, request.conversation, full)
+            another = pool.find(like, adapter, request.routing_key, full)
             if another is not None:
                 replica = another
                 continue
@@ -95,7 +95,7 @@ async def run_anywhere(
                 raise OverloadedError("the targets' queues are full; retry later") from error
             full.clear()
             await asyncio.sleep(_FULL_PAUSE_S)
-            replica = await pool.wait_for(like, max_pause_seconds, adapter, request.conversation)
+            replica = await pool.wait_for(like, max_pause_seconds, adapter, request.routing_key)
         except ReplicaLostError as error:
             num_moves += 1
             if len(token_ids) == num_tokens_before:
@@ -115,6 +115,6 @@ async def run_anywhere(
                         f"the adapter {adapter.name!r} has been unloaded", param="model"
                     ) from error
             like = traits if token_ids else None
-            replica = await pool.wait_for(like, max_pause_seconds, adapter, request.conversation)
+            replica = await pool.wait_for(like, max_pause_seconds, adapter, request.routing_key)
             traits = traits if token_ids else replica.traits
     raise UnavailableError(f"the request was moved {_MAX_MOVES} times without finishing; retry")

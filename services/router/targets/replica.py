@@ -23,7 +23,9 @@ from cluster.errors import (
 from cluster.transport.dialing import PLAIN, Dialer
 from cluster.wire.replies import CallReply
 from protos.speculation.v1 import target_pb2, target_pb2_grpc, types_pb2
+from services.router.targets.affinity import RoutingKey
 from services.router.targets.call_stream import CallStream
+from services.router.targets.prefixes import CHUNK_TOKENS, SentPrefixes
 from services.router.targets.traits import Traits
 
 logger = logging.getLogger(__name__)
@@ -118,6 +120,8 @@ class Replica:
         self.status: ReplicaStatus = "down"
         self.problem: str | None = "has not answered yet"  # None: it is up, requests may be sent here
         self.is_next = True  # whether it was not polled yet, or is refused only because it differs from the pool
+        self.prefixes = SentPrefixes()
+        self.queued_tokens = 0  # of our prompts there that have no token of an answer yet, without those it has cached
         self.num_in_flight = 0
         self._num_others = 0  # sequences of other routers there at the last poll
         self._tokenizer_fingerprint = tokenizer_fingerprint
@@ -244,7 +248,9 @@ class Replica:
                 self._become("down", "polling failed; see the router's log")
             await asyncio.sleep(POLL_INTERVAL_S)
 
-    async def generate(self, request: target_pb2.GenerateRequest) -> AsyncGenerator[CallReply, None]:
+    async def generate(
+        self, request: target_pb2.GenerateRequest, key: RoutingKey | None = None
+    ) -> AsyncGenerator[CallReply, None]:
         """Yields the replies to `request`, up to one with a finish reason.
 
         Replies that have not been taken yet are merged, so at most one waits. Closing the generator frees the sequence.
@@ -259,10 +265,20 @@ class Replica:
         del request  # it may be large, and its copy is on the way
         self.num_in_flight += 1
         self._is_idle.clear()
+        num_queued = 0
+        if key is not None:
+            num_queued = key.num_uncached(self)
+            self.prefixes.add(key.hashes)
+        self.queued_tokens += num_queued
         try:
             while not call.has_ended:
-                yield await call.take()
+                reply = await call.take()
+                if num_queued and reply.token_ids:
+                    self.queued_tokens -= num_queued
+                    num_queued = 0
+                yield reply
         finally:
+            self.queued_tokens -= num_queued
             self.num_in_flight -= 1
             if self.num_in_flight == 0:
                 self._is_idle.set()
@@ -294,11 +310,14 @@ class Replica:
         if self._calls_epoch not in (None, description.epoch):
             # Another worker answers at this address, and it does not have the sequences of the old stream.
             self._give_up("lost")
+            self.prefixes.clear()
         self._calls_epoch = description.epoch
         if description.is_stuck:
             self._give_up("stuck")
         load = description.load
         self._num_others = max(0, load.num_running + load.num_waiting - self.num_in_flight)
+        num_cacheable = load.num_blocks * description.block_size if description.caches_prefixes else 0
+        self.prefixes.limit(num_cacheable // CHUNK_TOKENS)
         self.traits = tuple(sorted(description.traits.items()))
         self.adapters = dict(description.adapters)
         fingerprint = description.model.tokenizer_fingerprint

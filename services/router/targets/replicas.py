@@ -1,4 +1,4 @@
-"""The replicas of the target that can answer now, and the choice of the least loaded one."""
+"""The replicas of the target that can answer now, and the choice of one for a request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import grpc
 
 from cluster.errors import UnavailableError
 from cluster.transport.dialing import PLAIN, Dialer
-from services.router.targets.affinity import ConversationKey
+from services.router.targets.affinity import CHOICES, Routing, RoutingKey
 from services.router.targets.replica import AdapterRef, LossReason, Replica, ReplicaLostError
 from services.router.targets.retry_after import RetryAfter
 from services.router.targets.traits import PATIENCE_S, Reference, Traits
@@ -57,6 +57,7 @@ class ReplicaPool:
         tokenizer_fingerprint: str,
         *,
         allow_different: bool = False,
+        routing: Routing = "affinity",
         dialer: Dialer = PLAIN,
     ) -> None:
         """`allow_different`: whether to use replicas together although their answers may differ.
@@ -67,6 +68,7 @@ class ReplicaPool:
         self._endpoints = endpoints
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._reference = None if allow_different else Reference()
+        self._routing = routing
         self._dialer = dialer
         self._polls: dict[Replica, asyncio.Task[None]] = {}  # includes leaving replicas
         self._tasks: set[asyncio.Task[None]] = set()
@@ -137,16 +139,16 @@ class ReplicaPool:
         self,
         like: Traits | None = None,
         adapter: AdapterRef | None = None,
-        conversation: ConversationKey | None = None,
+        routing_key: RoutingKey | None = None,
     ) -> Replica:
-        """Returns the least loaded replica that has `adapter`; a silent one only if all are.
+        """Returns the replica for a prompt, one that has `adapter`; a silent one only if all are.
 
-        `like`: traits that it must have; if different targets are allowed, they are only preferred. `conversation`
-        decides between replicas with about the least load. Raises UnavailableError if there is no such replica.
+        `like`: traits that it must have; if different targets are allowed, they are only preferred. `routing_key`
+        decides among the rest. Raises UnavailableError if there is no such replica.
         """
-        replica = self.find(like, adapter, conversation)
+        replica = self.find(like, adapter, routing_key)
         if replica is None:
-            replica = self._least_loaded(self.usable, like, adapter, conversation)
+            replica = self._chosen_of(self.usable, like, adapter, routing_key)
         if replica is None:
             raise self.nobody()
         return replica
@@ -155,7 +157,7 @@ class ReplicaPool:
         self,
         like: Traits | None,
         adapter: AdapterRef | None = None,
-        conversation: ConversationKey | None = None,
+        routing_key: RoutingKey | None = None,
         avoided: Collection[Replica] = (),
     ) -> Replica | None:
         """Returns the replica that `choose` would return, but no silent or `avoided` one.
@@ -163,28 +165,28 @@ class ReplicaPool:
         Returns None if there is none.
         """
         answering = [replica for replica in self.usable if not replica.is_silent and replica not in avoided]
-        return self._least_loaded(answering, like, adapter, conversation)
+        return self._chosen_of(answering, like, adapter, routing_key)
 
-    def _least_loaded(
+    def _chosen_of(
         self,
         replicas: Sequence[Replica],
         like: Traits | None,
         adapter: AdapterRef | None,
-        conversation: ConversationKey | None,
+        routing_key: RoutingKey | None,
     ) -> Replica | None:
         usable = [replica for replica in replicas if replica.has(adapter)]
         alike = [replica for replica in usable if like in (None, replica.traits)]
         candidates = alike if self._reference is not None else alike or usable
-        if conversation is not None:
-            return conversation.preferred(candidates)
-        return min(candidates, key=lambda replica: replica.load, default=None)
+        if routing_key is None:
+            return min(candidates, key=lambda replica: replica.load, default=None)
+        return CHOICES[self._routing](routing_key, candidates)
 
     async def wait_for(
         self,
         like: Traits | None,
         timeout: float,  # noqa: ASYNC109
         adapter: AdapterRef | None = None,
-        conversation: ConversationKey | None = None,
+        routing_key: RoutingKey | None = None,
     ) -> Replica:
         """Waits until `find` returns a replica. Raises UnavailableError after `timeout` seconds.
 
@@ -192,7 +194,7 @@ class ReplicaPool:
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                while (replica := self.find(like, adapter, conversation)) is None:
+                while (replica := self.find(like, adapter, routing_key)) is None:
                     await self._changed.wait()
                 return replica
         raise self.nobody()

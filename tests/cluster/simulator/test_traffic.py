@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import ConfigurationError
-from cluster.simulator.traffic import ClosedTraffic, Lengths, OpenTraffic, RecordedTraffic
+from cluster.simulator.traffic import ClosedTraffic, EndedRequest, Lengths, OpenTraffic, RecordedTraffic
 
 TEN = Lengths(10, 10)
 
@@ -33,11 +33,12 @@ def test_gaps_are_as_spread_out_as_was_asked_for(burstiness: float) -> None:
 
 def test_streams_begin_over_the_ramp_and_stop_asking_at_the_end() -> None:
     traffic = ClosedTraffic(4, 10.0, TEN, TEN, seed=0, ramp_seconds=2.0)
-    assert [arrival.seconds for arrival in traffic.arrivals()] == [0.0, 0.5, 1.0, 1.5]
-    following = traffic.after(9.0)
+    first, *others = traffic.arrivals()
+    assert [arrival.seconds for arrival in (first, *others)] == [0.0, 0.5, 1.0, 1.5]
+    following = traffic.after(EndedRequest(first, 9.0))
     assert following is not None
     assert following.seconds == 9.0
-    assert traffic.after(10.0) is None
+    assert traffic.after(EndedRequest(first, 10.0)) is None
 
 
 def test_a_trace_is_read_in_the_order_of_arrival(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A conversation keeps its target, whichever router chooses, while the target is about as loaded as the others."""
+"""A prompt goes where it makes the least work; routers that have not seen its beginning agree on the target."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 
 from services.router.api.completions import CompletionRequest
 from services.router.chat.endpoint import ChatRequest
-from services.router.targets.affinity import ConversationKey
+from services.router.targets.affinity import RoutingKey, least_load, least_work
+from services.router.targets.prefixes import CHUNK_TOKENS, SentPrefixes, chunk_hashes
 from services.router.targets.replica import Replica
 
 ADDRESSES = [f"10.0.0.{index}:7000" for index in range(8)]
@@ -21,10 +22,13 @@ NEXT_MESSAGES = [*MESSAGES, {"role": "assistant", "content": "A start."}, {"role
 
 @pytest.fixture
 def replicas() -> Iterator[list[Replica]]:
-    """Replicas that nobody polls."""
+    """Replicas that nobody polls, each with room for a thousand chunks."""
 
     async def make() -> list[Replica]:
-        return [Replica(address, "") for address in ADDRESSES]
+        made = [Replica(address, "") for address in ADDRESSES]
+        for replica in made:
+            replica.prefixes.limit(1000)
+        return made
 
     async def close() -> None:
         for replica in made:
@@ -36,95 +40,128 @@ def replicas() -> Iterator[list[Replica]]:
         runner.run(close())
 
 
-def key(name: str = "a", *, later: bool = False) -> ConversationKey:
-    return ConversationKey.of([], opening="", name=name, salt="", has_earlier_turns=later)
+def key(name: str = "a", token_ids: list[int] | None = None) -> RoutingKey:
+    return RoutingKey.of(token_ids or [], opening="", name=name, root="")
 
 
-def key_of(request: ChatRequest | CompletionRequest, token_ids: list[int]) -> ConversationKey:
-    return ConversationKey.of(
-        token_ids,
-        opening=request.opening,
-        name=request.prompt_cache_key,
-        salt=request.cache_salt or "",
-        has_earlier_turns=request.has_earlier_turns,
+def key_of(request: ChatRequest | CompletionRequest, token_ids: list[int]) -> RoutingKey:
+    return RoutingKey.of(
+        token_ids, opening=request.opening, name=request.prompt_cache_key, root=request.cache_salt or ""
     )
 
 
-def test_conversations_are_spread_evenly_over_idle_targets(replicas: list[Replica]) -> None:
-    found = Counter(key(str(index)).preferred(replicas) for index in range(800))
-    assert len(found) == len(replicas)
-    assert max(found.values()) < 150  # 100 expected, with a standard deviation of 9: 5 of these
+class TestChoice:
+    @pytest.mark.parametrize("choose", [least_work, least_load])
+    def test_conversations_are_spread_evenly_over_idle_targets(self, replicas, choose) -> None:
+        found = Counter(choose(key(str(index)), replicas) for index in range(800))
+        assert len(found) == len(replicas)
+        assert max(found.values()) < 150  # 100 expected, with a standard deviation of 9: 5 of these
+
+    @pytest.mark.parametrize("choose", [least_work, least_load])
+    def test_the_order_in_which_targets_are_listed_does_not_matter(self, replicas, choose) -> None:
+        for index in range(20):
+            assert choose(key(str(index)), replicas) is choose(key(str(index)), replicas[::-1])
+
+    def test_a_target_that_leaves_moves_only_its_own_conversations(self, replicas) -> None:
+        keys = [key(str(index)) for index in range(200)]
+        before = [least_work(each, replicas) for each in keys]
+        gone = replicas[3]
+        rest = [replica for replica in replicas if replica is not gone]
+        after = [least_work(each, rest) for each in keys]
+        moved = {old for old, new in zip(before, after, strict=True) if old is not new}
+        assert moved == {gone}
+        assert len({new for old, new in zip(before, after, strict=True) if old is gone}) > 3
+
+    def test_a_prompt_goes_where_its_beginning_was_sent_although_others_have_less_to_do(self, replicas) -> None:
+        opening = list(range(2000))
+        holder = replicas[5]
+        holder.prefixes.add(key(token_ids=opening).hashes)
+        for replica in replicas:
+            replica.num_in_flight = 4
+        holder.num_in_flight = 6
+        for name in "abcdefgh":
+            assert least_work(key(name, [*opening, 1, 2, 3]), replicas) is holder
+            assert least_load(key(name, [*opening, 1, 2, 3]), replicas) is not holder
+        assert {least_work(key(name, [7, *opening]), replicas) for name in "abcdefgh"} != {holder}
+
+    def test_no_target_gets_far_more_sequences_than_the_mean(self, replicas) -> None:
+        opening = list(range(2000))
+        for number in range(80):
+            chosen = least_work(key(str(number), opening), replicas)
+            assert chosen is not None
+            chosen.prefixes.add(key(token_ids=opening).hashes)
+            chosen.num_in_flight += 1
+            loads = [replica.num_in_flight for replica in replicas]
+            assert max(loads) <= 1.5 * (number + 1) / len(replicas) + 1
+
+    def test_prompts_that_wait_at_a_target_count(self, replicas) -> None:
+        for replica in replicas[1:]:
+            replica.queued_tokens = 1000
+        assert {least_work(key(str(index), [1] * 70), replicas) for index in range(20)} == {replicas[0]}
+
+    @pytest.mark.parametrize("choose", [least_work, least_load])
+    def test_no_target_is_chosen_of_none(self, choose) -> None:
+        assert choose(key(), []) is None
 
 
-def test_the_order_in_which_targets_are_listed_does_not_matter(replicas: list[Replica]) -> None:
-    for index in range(20):
-        assert key(str(index)).preferred(replicas) is key(str(index)).preferred(replicas[::-1])
+class TestSentPrefixes:
+    def test_the_longest_beginning_that_was_sent_is_found(self) -> None:
+        sent, prompt = SentPrefixes(100), list(range(1000))
+        sent.add(chunk_hashes(prompt, ""))
+        assert sent.num_tokens(chunk_hashes(prompt, "")) == 1000 // CHUNK_TOKENS * CHUNK_TOKENS
+        assert sent.num_tokens(chunk_hashes([*prompt[:200], 7, *prompt[200:]], "")) == 3 * CHUNK_TOKENS
+        assert sent.num_tokens(chunk_hashes([7, *prompt], "")) == 0
+        assert sent.num_tokens(chunk_hashes(prompt, "salt")) == 0
+        assert sent.num_tokens(chunk_hashes(prompt[: CHUNK_TOKENS - 1], "")) == 0
+
+    def test_what_was_sent_longest_ago_is_forgotten_first_and_its_end_before_its_beginning(self) -> None:
+        sent = SentPrefixes(15)
+        prompts = [[number] * 10 * CHUNK_TOKENS for number in range(2)]
+        for prompt in prompts:
+            sent.add(chunk_hashes(prompt, ""))
+        assert [sent.num_tokens(chunk_hashes(prompt, "")) // CHUNK_TOKENS for prompt in prompts] == [5, 10]
+        sent.limit(4)
+        assert [sent.num_tokens(chunk_hashes(prompt, "")) // CHUNK_TOKENS for prompt in prompts] == [0, 4]
+
+    def test_memory_stays_bounded(self) -> None:
+        sent = SentPrefixes(10**9)
+        for start in range(0, 2**17, 1000):
+            sent.add(range(start, start + 1000))
+        assert len(sent) == 2**16
 
 
-def test_a_target_that_leaves_moves_only_its_own_conversations(replicas: list[Replica]) -> None:
-    keys = [key(str(index)) for index in range(200)]
-    before = [each.preferred(replicas) for each in keys]
-    gone = replicas[3]
-    rest = [replica for replica in replicas if replica is not gone]
-    after = [each.preferred(rest) for each in keys]
-    moved = {old for old, new in zip(before, after, strict=True) if old is not new}
-    assert moved == {gone}
-    assert len({new for old, new in zip(before, after, strict=True) if old is gone}) > 3
+class TestConversation:
+    def test_all_turns_of_a_chat_have_one(self) -> None:
+        first = key_of(ChatRequest(messages=MESSAGES), [1, 2])
+        second = key_of(ChatRequest(messages=NEXT_MESSAGES), [1, 2, 3])
+        assert first.conversation == second.conversation
+        other = key_of(ChatRequest(messages=[MESSAGES[0], {"role": "user", "content": "Other"}]), [1, 2])
+        assert other.conversation != first.conversation
 
+    def test_a_name_that_the_client_gives_counts_instead_of_the_text(self) -> None:
+        named = [key_of(ChatRequest(messages=one, prompt_cache_key="x"), []) for one in (MESSAGES, NEXT_MESSAGES[2:])]
+        assert named[0].conversation == named[1].conversation
+        assert named[0].conversation != key_of(ChatRequest(messages=MESSAGES), []).conversation
 
-def test_the_least_loaded_target_is_chosen_and_a_later_turn_may_wait_for_one_sequence(
-    replicas: list[Replica],
-) -> None:
-    own = key().preferred(replicas)
-    assert own is not None
-    own.num_in_flight = 1
-    assert key().preferred(replicas) is not own
-    assert key(later=True).preferred(replicas) is own
-    own.num_in_flight = 2
-    assert key(later=True).preferred(replicas) is not own
-    assert key().preferred([]) is None
+    def test_prompts_of_tokens_share_one_where_they_begin_alike(self) -> None:
+        request, long = CompletionRequest(prompt="a"), list(range(300))
+        assert key_of(request, long).conversation == key_of(request, [*long, 1, 2]).conversation
+        assert key_of(request, long).conversation != key_of(request, [7, *long]).conversation
 
-
-def test_all_turns_of_a_chat_have_one_key() -> None:
-    first = key_of(ChatRequest(messages=MESSAGES), [1, 2])
-    second = key_of(ChatRequest(messages=NEXT_MESSAGES), [1, 2, 3])
-    assert first.digest == second.digest
-    assert (first.has_earlier_turns, second.has_earlier_turns) == (False, True)
-    other = key_of(ChatRequest(messages=[MESSAGES[0], {"role": "user", "content": "Other"}]), [1, 2])
-    assert other.digest != first.digest
-
-
-def test_a_name_that_the_client_gives_counts_instead_of_the_text() -> None:
-    named = [key_of(ChatRequest(messages=one, prompt_cache_key="x"), []) for one in (MESSAGES, NEXT_MESSAGES[2:])]
-    assert named[0].digest == named[1].digest
-    assert named[0].digest != key_of(ChatRequest(messages=MESSAGES), []).digest
-
-
-def test_prompts_of_tokens_share_a_key_where_they_begin_alike() -> None:
-    request, long = CompletionRequest(prompt="a"), list(range(300))
-    assert key_of(request, long).digest == key_of(request, [*long, 1, 2]).digest
-    assert key_of(request, long).digest != key_of(request, [7, *long]).digest
-    assert key_of(request, long).has_earlier_turns
-    assert not key_of(request, long[:200]).has_earlier_turns
-    named = CompletionRequest(prompt="a", prompt_cache_key="x")
-    assert key_of(named, long).has_earlier_turns, "a name must not take from a prompt what it has without"
-    assert not key_of(named, long[:200]).has_earlier_turns
-
-
-def test_a_salt_parts_equal_conversations() -> None:
-    keys = [key_of(ChatRequest(messages=MESSAGES, cache_salt=salt), []) for salt in ("a", "b")]
-    assert keys[0].digest != keys[1].digest
+    def test_a_salt_parts_equal_ones(self) -> None:
+        keys = [key_of(ChatRequest(messages=MESSAGES, cache_salt=salt), []) for salt in ("a", "b")]
+        assert keys[0].conversation != keys[1].conversation
 
 
 @pytest.mark.parametrize(("num_characters", "is_in_thread"), [(10, False), (20_000, True)])
-def test_a_long_opening_is_hashed_off_the_event_loop(router, monkeypatch, num_characters, is_in_thread):
-    found, make = list[str](), ConversationKey.of
+def test_a_long_prompt_is_hashed_off_the_event_loop(router, monkeypatch, num_characters, is_in_thread):
+    found, make = list[str](), RoutingKey.of
 
     def noting(*arguments, **options):
         found.append(threading.current_thread().name)
         return make(*arguments, **options)
 
-    monkeypatch.setattr(ConversationKey, "of", noting)
+    monkeypatch.setattr(RoutingKey, "of", noting)
     messages = [{"role": "user", "content": "a" * num_characters}]
     router.client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1})
     assert [name.startswith("large-work") for name in found] == [is_in_thread]

@@ -46,7 +46,7 @@ class HandDrivenTarget(Target):
     is_stuck = False
 
     def __init__(self) -> None:
-        self.block_size = 16
+        self.block_size, self.caches_prefixes = 16, True
         self.requests: list[str] = []
         self.aborted: list[str] = []
         self.held: dict[str, str] = {}
