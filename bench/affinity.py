@@ -32,6 +32,7 @@ import numpy as np
 from bench.in_process import SIMULATED
 from cluster.config.file import load_config
 from cluster.engine.memory_plan import PlannedModel
+from cluster.placement.rendezvous import rendezvous_rank
 from cluster.planning.hardware import parse_gpus
 from cluster.planning.steps import Roofline, curve_points
 from cluster.simulator.cluster import MeasuredSpan, SimulatedCluster
@@ -188,7 +189,7 @@ class Router:
                 least = min(view.load for view in views)
                 return self._rng.choice([index for index, view in enumerate(views) if view.load == least])
             case "hash alone":
-                return max(range(len(views)), key=lambda index: key.rank(views[index].address))
+                return max(range(len(views)), key=lambda index: rendezvous_rank(key.conversation, views[index].address))
             case "prefix scorer":
                 return self._by_score(key)
             case "router":

@@ -129,6 +129,11 @@ class RouterConfig(Section):
         description="choice of a request's target; affinity: the one where it makes the least work, which counts the "
         "prompt's beginning if it is probably in the prefix cache; least-loaded: the one with the fewest sequences",
     )
+    cache_salt: Literal["none", "key"] = Field(
+        "none",
+        description="whose prompts share a prefix cache; none: everybody's, unless a request has a `cache_salt`; key: "
+        "those of one key of `api_keys_file`, so that no client learns from times what others have asked",
+    )
     allow_different_targets: bool = Field(
         False,
         description="use targets together even if their answers may differ (other weights, dtype, processor, ...): "
@@ -139,6 +144,12 @@ class RouterConfig(Section):
     def _certificate_with_key(self) -> RouterConfig:
         if (self.tls_certificate_file is None) != (self.tls_key_file is None):
             raise ValueError("HTTPS needs both: set tls_certificate_file and tls_key_file")
+        return self
+
+    @model_validator(mode="after")
+    def _salt_with_keys(self) -> RouterConfig:
+        if self.cache_salt == "key" and self.api_keys_file is None:
+            raise ValueError("router.cache_salt key parts the keys' prefix caches: set router.api_keys_file")
         return self
 
     @property

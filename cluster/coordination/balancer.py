@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from cluster.coordination.base import Link
 from cluster.coordination.link_value import LinkValue
 from cluster.coordination.sequence import ActiveLink, SpeculativeSequence
+from cluster.placement.rendezvous import rendezvous_rank
 from cluster.speculation.costs import LinkCosts
 from cluster.telemetry.metrics import Reading
 
@@ -80,7 +81,10 @@ class LinkBalancer:
         if tried is not None:
             self._settled_at[sequence] = now + _SETTLE_SECONDS
             return tried
-        return min(alike, key=lambda link: len(link.sequences))
+        if not sequence.conversation:
+            return min(alike, key=lambda link: len(link.sequences))
+        # The worker that drafted for the conversation's earlier turns has their KV, whichever target asked it.
+        return max(alike, key=lambda link: rendezvous_rank(sequence.conversation, link.link.address))
 
     def _to_try(self, candidates: Sequence[ActiveLink], alike: Sequence[ActiveLink]) -> ActiveLink | None:
         """Returns the link that a sequence should try although others are worth more; None if there is no trial.

@@ -48,6 +48,7 @@ class SpeculativeSequence:
     num_speculative_tokens: int | None  # the request's own number; None: the controller decides
     max_len: int = sys.maxsize  # maximum number of tokens, prompt and generated
     cache_root: bytes = b""  # a drafter shares KV only between sequences with the same root
+    conversation: bytes = b""  # the same for all turns of a conversation; b"": unknown
 
     # What is planned for it.
     acceptance: SequenceAcceptance | None = None  # None before the sequence has joined

@@ -60,6 +60,7 @@ class GenerationRequest:
     cache_salt: str = ""  # KV is shared only between requests with the same salt
     adapter: str = ""  # LoRA; "": none
     adapter_fingerprint: str = ""  # fingerprint of its contents; "": any contents
+    conversation: bytes = b""  # the same for all turns of a conversation; b"": unknown
     is_traced: bool = False  # whether its admission is published too
     arrived_at: float = field(default_factory=time.monotonic)
 

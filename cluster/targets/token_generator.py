@@ -59,6 +59,7 @@ class Generation(engine.Sequence):
                 asked,
                 max_len,
                 request.cache_root,
+                request.conversation,
             ),
         )
 

@@ -25,6 +25,7 @@ class Coupling:
     noise_key: NoiseKey
     num_prompt_tokens: int  # tokens of vLLM's prompt that no other target generated
     num_speculative_tokens: int | None = None  # None: the controller decides
+    conversation: bytes = b""  # the same for all turns of a conversation; b"": unknown
 
     def to_extra_args(self) -> dict[str, Any]:
         params = self.params
@@ -41,6 +42,7 @@ class Coupling:
                 "noise_key": (self.noise_key.low, self.noise_key.high),
                 "num_prompt_tokens": self.num_prompt_tokens,
                 "num_speculative_tokens": self.num_speculative_tokens,
+                "conversation": self.conversation,
             }
         }
 
@@ -54,6 +56,7 @@ class Coupling:
         noise_key = NoiseKey(*fields.pop("noise_key"))
         num_prompt_tokens = fields.pop("num_prompt_tokens")
         num_speculative_tokens = fields.pop("num_speculative_tokens")
+        conversation = fields.pop("conversation")
         logit_bias = tuple((token, bias) for token, bias in fields.pop("logit_bias"))
         params = SamplingParams(**fields, logit_bias=logit_bias)
-        return cls(params, noise_key, num_prompt_tokens, num_speculative_tokens)
+        return cls(params, noise_key, num_prompt_tokens, num_speculative_tokens, conversation)

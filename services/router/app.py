@@ -98,6 +98,7 @@ def create_app(config: Config) -> Starlette:
         feed=Feed(Workers(pool).observe),
         switch=SpeculationSwitch(config.router.speculation_percentage, metrics),
         budget=PromptBudget(config.router.max_waiting_tokens),
+        salts_by_key=config.router.cache_salt == "key",
         max_body_bytes=config.router.max_body_bytes,
         max_pause_seconds=config.router.max_pause_seconds,
         traffic=TrafficLog.of(config.router),

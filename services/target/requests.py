@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from cluster.constraints import Constraints, Grammar
 from cluster.errors import InvalidRequestError
 from cluster.logprobs import MAX_LOGPROBS
+from cluster.placement.rendezvous import MAX_KEY_BYTES
 from cluster.speculation.noise import NoiseKey
 from cluster.targets.base import GenerationRequest, Target
 from cluster.wire.codec import decode_sampling
@@ -60,6 +61,7 @@ def to_engine(
         cache_salt=request.cache_salt,
         adapter=request.adapter,
         adapter_fingerprint=request.adapter_fingerprint,
+        conversation=request.conversation[:MAX_KEY_BYTES],
         is_traced=is_traced,
     )
 

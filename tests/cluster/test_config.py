@@ -85,6 +85,7 @@ def test_a_bad_setting_names_the_key_and_what_to_do(override, said):
         ("- target", "must be a mapping"),
         ("target: 5", "target"),
         ("nonsense: {}", "known keys: target, draft, speculation, router"),
+        ("router: {cache_salt: key}", "set router.api_keys_file"),
     ],
 )
 def test_a_bad_file_is_refused(tmp_path, text, said):

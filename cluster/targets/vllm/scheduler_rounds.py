@@ -189,6 +189,7 @@ class CoordinatedRounds:
                 coupling.num_speculative_tokens,
                 min(request.num_prompt_tokens + request.max_tokens, self._limits.max_model_len),
                 root_of(request.cache_salt),
+                coupling.conversation,
             )
         return sequence
 

@@ -394,7 +394,7 @@ class VllmTarget(Target):
 
     def _sampling_params(self, request: GenerationRequest) -> VllmSamplingParams:
         k = request.num_speculative_tokens
-        coupling = Coupling(request.params, request.noise_key, request.num_prompt_tokens, k)
+        coupling = Coupling(request.params, request.noise_key, request.num_prompt_tokens, k, request.conversation)
         values = _own_params(request)
         if self._is_coupled:  # for vLLM all requests are greedy
             shaped = (

@@ -480,6 +480,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     ADAPTER_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    CONVERSATION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     num_generated_tokens: _builtins.int
     """how many trailing prompt tokens were generated earlier (a moved request)"""
@@ -507,6 +508,8 @@ class GenerateRequest(_message.Message):
     """the LoRA adapter that the answer is made with; empty: none"""
     adapter_fingerprint: _builtins.str
     """Its contents as descriptions tell them; one of that name with others is NOT_FOUND. Empty: whatever they are."""
+    conversation: _builtins.bytes
+    """the same for all turns of a conversation; empty: unknown"""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -539,10 +542,11 @@ class GenerateRequest(_message.Message):
         priority: _builtins.int = ...,
         adapter: _builtins.str = ...,
         adapter_fingerprint: _builtins.str = ...,
+        conversation: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_num_speculative_tokens", b"_num_speculative_tokens", "constraints", b"constraints", "num_logprobs", b"num_logprobs", "num_prompt_logprobs", b"num_prompt_logprobs", "num_speculative_tokens", b"num_speculative_tokens", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_num_speculative_tokens", b"_num_speculative_tokens", "adapter", b"adapter", "adapter_fingerprint", b"adapter_fingerprint", "cache_salt", b"cache_salt", "choice_index", b"choice_index", "constraints", b"constraints", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "num_generated_tokens", b"num_generated_tokens", "num_logprobs", b"num_logprobs", "num_prompt_logprobs", b"num_prompt_logprobs", "num_speculative_tokens", b"num_speculative_tokens", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_num_speculative_tokens", b"_num_speculative_tokens", "adapter", b"adapter", "adapter_fingerprint", b"adapter_fingerprint", "cache_salt", b"cache_salt", "choice_index", b"choice_index", "constraints", b"constraints", "conversation", b"conversation", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "num_generated_tokens", b"num_generated_tokens", "num_logprobs", b"num_logprobs", "num_prompt_logprobs", b"num_prompt_logprobs", "num_speculative_tokens", b"num_speculative_tokens", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_logprobs: _TypeAlias = _typing.Literal["num_logprobs"]  # noqa: Y015
     _WhichOneofArgType__num_logprobs: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs"]  # noqa: Y015

@@ -16,6 +16,7 @@ from starlette.types import Scope
 
 from cluster.constraints import Grammar
 from cluster.tokenization import Tokenizer
+from services.router.access.caller import caller_of
 from services.router.api.answer import Answer
 from services.router.api.generation import generate, interleave
 from services.router.api.observer import AnswerObserver, ChoiceObserver
@@ -53,6 +54,7 @@ class Serving:
     feed: Feed
     switch: SpeculationSwitch
     budget: PromptBudget
+    salts_by_key: bool  # whether each key has a prefix cache of its own
     max_body_bytes: int
     max_pause_seconds: float
     traffic: TrafficLog | None  # None: prompts are not logged
@@ -85,6 +87,7 @@ class Serving:
 class _Prompts:
     token_ids: list[list[int]]
     routing_keys: list[RoutingKey]  # one for each prompt
+    cache_salt: str
     echoes: list[str]  # text that each prompt's choices begin with; "" without `echo`
 
 
@@ -158,21 +161,23 @@ class ApiEndpoint(abc.ABC, Generic[R]):
         limits = serving.pool.limits()
         prompts = [request.truncate(prompt, limits.max_model_len) for prompt in prompts]
         echoes = await run_in_thread_if_large(num_bytes, lambda: self._echoes(request, prompts, limits.vocab_size))
-        session = Headers(scope=scope).get("x-session-id")
+        salt = self._cache_salt(request, scope)
+        root = f"{'' if adapter is None else adapter.fingerprint} {salt}"
+        name = request.prompt_cache_key or Headers(scope=scope).get("x-session-id") or None  # a header may be empty
         routing_keys = await run_in_thread_if_large(
-            num_bytes, lambda: [self._routing_key(request, adapter, prompt, session) for prompt in prompts]
+            num_bytes,
+            lambda: [RoutingKey.of(prompt, opening=request.opening, name=name, root=root) for prompt in prompts],
         )
-        return _Prompts(prompts, routing_keys, echoes)
+        return _Prompts(prompts, routing_keys, salt, echoes)
 
-    def _routing_key(
-        self, request: R, adapter: AdapterRef | None, prompt: list[int], session: str | None
-    ) -> RoutingKey:
-        return RoutingKey.of(
-            prompt,
-            opening=request.opening,
-            name=request.prompt_cache_key or session or None,  # a proxy may send an empty header
-            root=f"{'' if adapter is None else adapter.fingerprint} {request.cache_salt or ''}",
-        )
+    def _cache_salt(self, request: R, scope: Scope) -> str:
+        """Returns the salt of the request's KV.
+
+        If each key has KV of its own, the salt begins with the key's name, which has no space: no client can make up
+        the salt of another one.
+        """
+        salt, caller = request.cache_salt or "", caller_of(scope)
+        return f"{caller.name} {salt}" if self._serving.salts_by_key and caller is not None else salt
 
     def _echoes(self, request: R, prompts: list[list[int]], vocab_size: int) -> list[str]:
         """Returns the text that the choices of each prompt begin with.
@@ -250,6 +255,7 @@ class ApiEndpoint(abc.ABC, Generic[R]):
             request_id=reply.id,
             prompts=prompts.token_ids,
             routing_keys=prompts.routing_keys,
+            cache_salt=prompts.cache_salt,
             seed=reply.seed,
             limits=limits,
             tokenizer=self._serving.tokenizer,

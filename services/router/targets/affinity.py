@@ -5,8 +5,7 @@ answer. Every sequence at the target waits for each of them, the new one also fo
 2603.15202, multiplies the first by the second). Targets of a pool are alike, so rows stand for seconds.
 
 Of targets with about the least work the one is chosen for which the hash of the conversation and its address is
-highest: rendezvous hashing (Thaler and Ravishankar 1998). So routers that have not seen a prompt's beginning agree, and
-a target that joins or leaves changes the target of only its share of the conversations.
+highest (`cluster.placement.rendezvous`), so that routers that have not seen a prompt's beginning agree.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar
 
+from cluster.placement.rendezvous import rendezvous_rank
 from services.router.targets.prefixes import SentPrefixes, chunk_hashes
 
 _OPENING_TOKENS = 256  # of a prompt without messages: what prompts that continue each other share, most of the time
@@ -77,9 +77,6 @@ class RoutingKey:
         """Returns the number of its tokens that `place` probably has to compute."""
         return max(self.num_tokens - place.prefixes.num_tokens(self.hashes), 1)
 
-    def rank(self, address: str) -> bytes:
-        return hashlib.blake2b(address.encode(), key=self.conversation, digest_size=8).digest()
-
 
 def least_work(key: RoutingKey, places: Sequence[T]) -> T | None:
     """Returns the one of `places` that gets the prompt of `key`; None if there are none."""
@@ -90,14 +87,14 @@ def least_work(key: RoutingKey, places: Sequence[T]) -> T | None:
     work = [place.queued_tokens + (key.num_uncached(place) + _ANSWER_TOKENS) * (1 + place.load) for place in places]
     most = _ALIKE * min(work)
     alike = [place for place, number in zip(places, work, strict=True) if number <= most]
-    return max(alike, key=lambda place: key.rank(place.address))
+    return max(alike, key=lambda place: rendezvous_rank(key.conversation, place.address))
 
 
 def least_load(key: RoutingKey, places: Sequence[T]) -> T | None:
     """Returns the one of `places` with the fewest sequences; None if there are none."""
     least = min((place.load for place in places), default=0)
     alike = (place for place in places if place.load == least)
-    return max(alike, key=lambda place: key.rank(place.address), default=None)
+    return max(alike, key=lambda place: rendezvous_rank(key.conversation, place.address), default=None)
 
 
 Routing = Literal["affinity", "least-loaded"]

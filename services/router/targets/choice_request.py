@@ -43,6 +43,7 @@ class ChoiceRequest:
             max_tokens=self.max_tokens,
             choice_index=self.choice_index,
             num_generated_tokens=len(token_ids),
+            conversation=self.routing_key.conversation,
         )
         message.MergeFrom(self.template)
         if token_ids:

@@ -35,10 +35,14 @@ class Pool:
         self.balancer = LinkBalancer(64, TIMEOUT_S, LinkValue(self.planner), trial_share)
 
     def link(
-        self, seconds: float | None = None, model: str = "draft", expected_round_trip: float | None = None
+        self,
+        seconds: float | None = None,
+        model: str = "draft",
+        expected_round_trip: float | None = None,
+        address: str = "a",
     ) -> ActiveLink:
         """Adds a link with a round trip of `seconds`. None: nothing is known of it."""
-        link = DraftLink("a", "fingerprint", lambda _: None, expected_round_trip)
+        link = DraftLink(address, "fingerprint", lambda _: None, expected_round_trip)
         link.model = model
         self.balancer.add(link)
         active = self.balancer.active[link]
@@ -101,6 +105,21 @@ class TestChoice:
         active = [pool.link(0.002) for _ in range(3)]
         pool.open(9)
         assert [len(link.sequences) for link in active] == [3, 3, 3]
+
+    def test_of_alike_workers_a_conversation_keeps_one_whichever_target_asks(self) -> None:
+        pools = [Pool(), Pool()]
+        for pool, order in zip(pools, (range(4), range(3, -1, -1)), strict=True):
+            for number in order:
+                pool.link(0.001, address=f"10.0.0.{number}:7000")
+        chosen = []
+        for number in range(40):
+            sequence = new_sequence()
+            sequence.conversation = b"%d" % number
+            links = [pool.balancer.choose(sequence, 10, 0.0) for pool in pools]
+            addresses = {link.link.address for link in links if link is not None}
+            assert len(addresses) == 1
+            chosen += addresses
+        assert len(set(chosen)) == 4
 
     def test_the_nearer_one_is_preferred(self, pool: Pool) -> None:
         near, _ = pool.link(0.001), pool.link(0.020)

@@ -82,6 +82,12 @@ def request(name: str = "a", k: int | None = None, *, coupled: bool = True) -> R
     return Request(name, coupling.to_extra_args() if coupled else None)
 
 
+def test_a_coupling_comes_out_of_the_arguments_as_it_went_in() -> None:
+    params = SamplingParams(temperature=0.7, top_k=3, logit_bias=((1, 2.0),))
+    coupling = Coupling(params, NoiseKey(1, 2), 5, 3, b"conversation")
+    assert Coupling.of(coupling.to_extra_args()) == coupling
+
+
 def step(
     *committed: Committed, seconds: float = 0.02, prompts: tuple[PromptPart, ...] = (), left_prompts: bool = False
 ) -> SimpleNamespace:

@@ -173,6 +173,18 @@ def everything_public(router: Router, **headers: str) -> str:
     return "\n".join(f"{answer.headers} {answer.text}" for answer in answers)
 
 
+def test_a_key_may_have_a_prefix_cache_of_its_own(new_keyed_router, target) -> None:
+    def salts(router: Router) -> list[str]:
+        for key in (ALICE, BOB):
+            for salt in ({}, {"cache_salt": "bob x"}):
+                body = {"prompt": "a", "max_tokens": 1, **salt}
+                router.client.post("/v1/completions", json=body, headers=bearer(key)).raise_for_status()
+        return [request.cache_salt for request in target.requests[-4:]]
+
+    assert salts(new_keyed_router()) == ["", "bob x"] * 2
+    assert salts(new_keyed_router(cache_salt="key")) == ["alice ", "alice bob x", "bob ", "bob bob x"]
+
+
 @pytest.mark.parametrize("failure", [None, "UNAVAILABLE", "INTERNAL", "RESOURCE_EXHAUSTED", "NOT_FOUND"])
 def test_clients_are_not_told_where_workers_are(new_router, target, keys_file, failure: str | None) -> None:
     target.description.advertised_address = "gateway:7000"
