@@ -21,7 +21,7 @@ import random
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -35,7 +35,7 @@ from cluster.engine.memory_plan import PlannedModel
 from cluster.placement.rendezvous import rendezvous_rank
 from cluster.planning.hardware import parse_gpus
 from cluster.planning.steps import Roofline, curve_points
-from cluster.simulator.cluster import MeasuredSpan, SimulatedCluster
+from cluster.simulator.cluster import Choose, InFlight, MeasuredSpan, SimulatedCluster
 from cluster.simulator.drafts import VOCAB_SIZE
 from cluster.simulator.traffic import Arrival, EndedRequest
 from services.router.targets.affinity import CHOICES, RoutingKey
@@ -175,11 +175,14 @@ class Router:
         self.views = [View(f"10.0.0.{index}:7000", SentPrefixes(chunks)) for index in range(NUM_TARGETS)]
         self._arm = arm
         self._num_chosen = 0
+        self._uncached: dict[int, int] = {}  # tokens to compute of each turn in flight, by its `id`
         self._rng = random.Random(5)
 
-    def choose(self, turn: Turn) -> int:
+    def choose(self, turn: Turn, in_flight: Sequence[InFlight]) -> int:
         self._num_chosen += 1
-        views = self.views
+        views, uncached = self.views, self._uncached
+        for view, requests in zip(views, in_flight, strict=True):
+            view.queued_tokens = sum(uncached.get(id(other), 0) for other in requests.without_token.values())
         name = str(turn.conversation.number)
         key = RoutingKey.of(turn.token_ids, opening="", name=name, root="")
         match self._arm:
@@ -193,9 +196,9 @@ class Router:
             case "prefix scorer":
                 return self._by_score(key)
             case "router":
-                view = CHOICES["affinity"](key, views)
-                assert view is not None
-                return views.index(view)
+                chosen = CHOICES["affinity"](key, views)
+                assert chosen is not None
+                return views.index(chosen)
         raise ValueError(f"no arm is called {self._arm!r}")
 
     def _by_score(self, key: RoutingKey) -> int:
@@ -212,8 +215,14 @@ class Router:
 
     def sent(self, turn: Turn, index: int) -> None:
         view = self.views[index]
+        key = RoutingKey.of(turn.token_ids, opening="", name="", root="")
         view.num_own += 1
-        view.prefixes.add(RoutingKey.of(turn.token_ids, opening="", name="", root="").hashes)
+        self._uncached[id(turn)] = key.num_uncached(view)
+        view.prefixes.add(key.hashes)
+
+    def ended(self, turn: Arrival, index: int) -> None:
+        self.views[index].num_own -= 1
+        del self._uncached[id(turn)]
 
 
 class Routers:
@@ -227,22 +236,22 @@ class Routers:
         self._polled_at = 0.0
         self._rng = random.Random(case.seed)
 
-    def choose(self, arrival: Arrival, in_flight: Sequence[int]) -> int:
+    def choose(self, arrival: Arrival, in_flight: Sequence[InFlight]) -> int:
         assert isinstance(arrival, Turn)
         if arrival.seconds >= self._polled_at + _POLL_SECONDS:
             self._polled_at = arrival.seconds
             for router in self._routers:
-                for view, number in zip(router.views, in_flight, strict=True):
-                    view.num_others = number - view.num_own
+                for view, requests in zip(router.views, in_flight, strict=True):
+                    view.num_others = requests.number - view.num_own
         router = self._rng.choice(self._routers)
-        index = router.choose(arrival)
+        index = router.choose(arrival, in_flight)
         router.sent(arrival, index)
         self._sent[id(arrival)] = router, index
         return index
 
     def ended(self, answer: EndedRequest) -> None:
         router, index = self._sent.pop(id(answer.arrival))
-        router.views[index].num_own -= 1
+        router.ended(answer.arrival, index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +268,7 @@ class Cell:
     refused: int
 
 
-def _cluster(case: Case, traffic: Conversations, choose: Callable[[Arrival, Sequence[int]], int]) -> SimulatedCluster:
+def _cluster(case: Case, traffic: Conversations, choose: Choose) -> SimulatedCluster:
     roofline = Roofline(PlannedModel.parse(MODEL), parse_gpus(GPUS))
     curve = [list(point) for point in curve_points(roofline, 16, WORKLOADS["conversations"].mean_context, _ROWS)]
     settings = {

@@ -131,8 +131,8 @@ class RouterConfig(Section):
     )
     cache_salt: Literal["none", "key"] = Field(
         "none",
-        description="whose prompts share a prefix cache; none: everybody's, unless a request has a `cache_salt`; key: "
-        "those of one key of `api_keys_file`, so that no client learns from times what others have asked",
+        description="whose prompts share a prefix cache; none: those of all clients, unless a request has a "
+        "`cache_salt`; key: those of one key of `api_keys_file`, so that no client learns from times what others asked",
     )
     allow_different_targets: bool = Field(
         False,

@@ -29,8 +29,22 @@ _MIN_STEP_MS, _MAX_MS = 1e-3, 3_600_000.0
 _MAX_REQUESTS = 2**32  # requests per run; their seeds follow the run's
 _IDLE_SECONDS = 1e-3  # pause after a step in which nothing could be scheduled
 
-Choose = Callable[[Arrival, Sequence[int]], int]
+
+@dataclass(slots=True)
+class InFlight:
+    """Requests of the router at one target."""
+
+    number: int = 0
+    without_token: dict[int, Arrival] = field(default_factory=dict)  # those without a first token, by number
+
+
+Choose = Callable[[Arrival, Sequence[InFlight]], int]
 "Returns the index of a request's target, given the requests in flight at each."
+
+
+def least_loaded(arrival: Arrival, in_flight: Sequence[InFlight]) -> int:
+    """Returns the target with the fewest requests."""
+    return min(range(len(in_flight)), key=lambda index: in_flight[index].number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +55,6 @@ class MeasuredSpan:
     until: float
     interval: float = 10.0
     is_cut: bool = False  # the run ends at `until`; otherwise when all requests are answered
-
-
-def least_loaded(arrival: Arrival, in_flight: Sequence[int]) -> int:
-    """Returns the target with the fewest requests, as the router does for prompts that share nothing."""
-    return min(range(len(in_flight)), key=in_flight.__getitem__)
 
 
 class SimulatedCluster:
@@ -171,9 +180,10 @@ class SimulatedCluster:
         if self._num_in_flight >= self._config.router.max_waiting_requests:
             self.recorder.refused(number)
             return
-        target = self._targets[self._choose(arrival, [one.num_in_flight for one in self._targets])]
+        target = self._targets[self._choose(arrival, [one.in_flight for one in self._targets])]
         self._num_in_flight += 1
-        target.num_in_flight += 1
+        target.in_flight.number += 1
+        target.in_flight.without_token[number] = arrival
         at = arrival.seconds + self._programs.router
         self._turns.at(at, lambda: self._submit(target, number, arrival, at))
 
@@ -189,18 +199,19 @@ class SimulatedCluster:
         except InvalidRequestError:
             self.recorder.refused(number)
             del self._running[number]
-            self._leave(target)
+            self._leave(target, number)
             return
         target.wakes_at = min(target.wakes_at, at)
 
-    def _leave(self, target: _Target) -> None:
+    def _leave(self, target: _Target, number: int) -> None:
         self._num_in_flight -= 1
-        target.num_in_flight -= 1
+        target.in_flight.number -= 1
+        target.in_flight.without_token.pop(number, None)
 
     def _answered(self, number: int, at: float) -> None:
         """Records that a client has its whole answer; it may send a further request."""
         request = self._running.pop(number)
-        self._leave(request.target)
+        self._leave(request.target, number)
         self._now = max(self._now, at)
         arrival = self._traffic.after(request.answer(at))
         if arrival is not None:
@@ -242,6 +253,7 @@ class SimulatedCluster:
             self.recorder.committed(number, now, is_finished=is_finished)
             at = now + self._programs.answer
             self._running[number].take(output, at)
+            target.in_flight.without_token.pop(number, None)
             if is_finished:
                 self._turns.at(at, partial(self._answered, number, at))
 
@@ -251,7 +263,7 @@ class _Target:
     index: int
     engine: RecordedTarget
     time: TargetTime
-    num_in_flight: int = 0  # requests, as the router counts them
+    in_flight: InFlight = field(default_factory=InFlight)
     wakes_at: float = NEVER  # NEVER: idle
 
 

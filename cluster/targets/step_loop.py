@@ -32,9 +32,10 @@ from cluster.targets.base import (
 )
 from cluster.targets.heartbeat import Heartbeat
 from cluster.targets.profile import profile_steps
+from cluster.targets.request_times import RequestTimes
 from cluster.targets.scoring import Scoring
 from cluster.targets.token_generator import Generation, Scheduled
-from cluster.telemetry.metrics import QueueTime, Reading, StepTime
+from cluster.telemetry.metrics import Reading, StepTime
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class StepLoop(Target):
         self._scheduler: Scheduler[Generation] = Scheduler(blocks, limits, max_scored_tokens)
         self._generations: dict[str, Generation] = {}  # by request ID
         self._submitted: list[GenerationRequest] = []
-        self._queue_time = QueueTime()
+        self._request_times = RequestTimes()
         self._aborted: set[str] = set()
         self._wake = threading.Condition()
         self._stopping = False
@@ -178,7 +179,7 @@ class StepLoop(Target):
         stuck = "1 while the engine has work and makes no progress."
         yield Reading("outrider_engine_stuck", stuck, float(self.is_stuck))
         yield self._heartbeat.busy
-        yield from self._queue_time.readings()
+        yield from self._request_times.readings()
         yield from self._scheduler.readings()
         yield from self._blocks.readings()
         for kind, step_time in self._step_times.items():
@@ -284,6 +285,7 @@ class StepLoop(Target):
         self._step_times[kind].add(seconds)
         num_step_rows = sum(scheduled.num_new_tokens + len(scheduled.drafts) for scheduled in step)
         self._scheduler.pace.observe(num_step_rows, prompts, seconds)
+        self._request_times.stepped(num_step_rows)
         return StepTiming(
             num_rows,
             seconds,
@@ -335,6 +337,7 @@ class StepLoop(Target):
                 )
             )
             generation.num_cached_tokens = 0  # reported only once
+            self._request_times.committed(generation.request.request_id)
             if generation.finish_reason is None and generation.error is None:
                 rounds.append(Round(generation.speculative, scheduled.drafts, chosen))
             else:
@@ -373,7 +376,11 @@ class StepLoop(Target):
         admitted = self._scheduler.admit()
         for generation in admitted:
             if len(generation.token_ids) == len(generation.request.token_ids):  # not again after a preemption
-                self._queue_time.observe(time.monotonic() - generation.request.arrived_at)
+                self._request_times.admitted(
+                    generation.request.request_id,
+                    time.monotonic() - generation.request.arrived_at,
+                    len(generation.token_ids) - generation.num_computed_tokens,
+                )
         traced = [generation.request.request_id for generation in admitted if generation.request.is_traced]
         if traced:
             publish([GenerationOutput.of_admission(request_id) for request_id in traced])
@@ -382,6 +389,7 @@ class StepLoop(Target):
         self._scheduler.remove(*generations)
         for generation in generations:
             del self._generations[generation.request.request_id]
+            self._request_times.ended(generation.request.request_id)
             self._coordinator.close(generation.speculative)
             self._forget(generation)
 

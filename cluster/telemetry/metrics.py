@@ -25,34 +25,26 @@ LATENCY_BUCKETS = (
 )
 
 
-class TimeTally:
-    """A histogram of times, in plain numbers. It belongs to one thread."""
+class Tally:
+    """A histogram in plain numbers. It belongs to one thread."""
 
     def __init__(self, limits: Sequence[float]) -> None:
         self._limits = limits
         self._counts = [0] * (len(limits) + 1)  # by the first limit that the value does not exceed
-        self.seconds = 0.0
+        self.sum = 0.0
 
-    def observe(self, seconds: float) -> None:
-        self.seconds += seconds
-        self._counts[bisect.bisect_left(self._limits, seconds)] += 1
+    def observe(self, value: float) -> None:
+        self.sum += value
+        self._counts[bisect.bisect_left(self._limits, value)] += 1
 
     def buckets(self) -> list[tuple[str, int]]:
-        """Returns each limit with the number of times within it."""
-        limits = [*map(str, self._limits), "+Inf"]
+        """Returns each limit with the number of values within it."""
+        limits = [*(str(float(limit)) for limit in self._limits), "+Inf"]
         return list(zip(limits, itertools.accumulate(self._counts), strict=True))
 
-
-class QueueTime(TimeTally):
-    """Time that sequences waited for admission."""
-
-    def __init__(self) -> None:
-        super().__init__(LATENCY_BUCKETS)
-
-    def readings(self) -> Iterator[Reading]:
-        what = "Time from a sequence's arrival at the target to its admission."
+    def reading(self, name: str, documentation: str) -> Reading:
         (*_, (_, count)) = buckets = self.buckets()
-        yield Reading("vllm:request_queue_time_seconds", what, count, buckets=tuple(buckets), sum=self.seconds)
+        return Reading(name, documentation, count, buckets=tuple(buckets), sum=self.sum)
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,7 @@ class EngineStep:
 
     rounds: Sequence[CommittedRound]
     num_rows: int  # rows that yielded a token
+    num_tokens: int  # tokens that it computed, drafts included
     seconds: float
     prompts: Sequence[PromptPart]  # prompt parts that the step also computed
     left_prompts: bool  # whether prompt tokens had to wait because the step had no room
@@ -181,6 +182,7 @@ class RoundScheduler(Scheduler):
         step = EngineStep(
             rounds,
             num_rows=num_rows,
+            num_tokens=scheduler_output.total_num_scheduled_tokens,
             seconds=seconds,
             prompts=[
                 # A request that was preempted meanwhile has computed nothing.

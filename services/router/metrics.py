@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from cluster.telemetry.metrics import LATENCY_BUCKETS, TimeTally
+from cluster.telemetry.metrics import LATENCY_BUCKETS, Tally
 
 ROUTER_ENGINE = "router"  # value of vLLM's label `engine` on a router's page, which covers all its targets
 
@@ -217,7 +217,7 @@ class TokenTally(Collector):
         self._num_draft_tokens = 0
         self._num_accepted_tokens = 0
         self._num_accepted_per_position: list[int] = []
-        self._gaps = TimeTally(_INTER_TOKEN_BUCKETS)
+        self._gaps = Tally(_INTER_TOKEN_BUCKETS)
 
     def count_tokens(self, num_tokens: int, seconds: float | None) -> None:
         """Counts `num_tokens` tokens of one choice that arrived together.
@@ -262,7 +262,7 @@ class TokenTally(Collector):
             "Time between two arrivals of tokens of one choice; speculation delivers several at once.",
             labels=["model_name", "engine"],
         )
-        latency.add_metric([self._model_name, ROUTER_ENGINE], self._gaps.buckets(), self._gaps.seconds)
+        latency.add_metric([self._model_name, ROUTER_ENGINE], self._gaps.buckets(), self._gaps.sum)
         yield latency
 
 

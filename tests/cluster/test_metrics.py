@@ -4,13 +4,18 @@ import httpx
 import pytest
 from prometheus_client import generate_latest
 
-from cluster.telemetry.metrics import QueueTime, Reading, WorkerMetrics
+from cluster.targets.request_times import RequestTimes
+from cluster.telemetry.metrics import Reading, WorkerMetrics
 from cluster.telemetry.metrics_page import serve_metrics
 from services.router.metrics import RouterMetrics
 
 
 def page_of(metrics: RouterMetrics) -> dict[str, float]:
-    lines = [line for line in metrics.render().decode().splitlines() if not line.startswith("#")]
+    return values_of(metrics.render())
+
+
+def values_of(page: bytes) -> dict[str, float]:
+    lines = [line for line in page.decode().splitlines() if not line.startswith("#")]
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
 
 
@@ -50,17 +55,31 @@ def test_decoding_is_timed_per_token_and_by_whether_it_may_speculate() -> None:
         assert page[f'outrider_decode_seconds_total{{model_name="m",speculation="{kind}"}}'] == seconds
 
 
-def test_queue_time_is_a_histogram_of_a_worker() -> None:
-    queue = QueueTime()
-    for seconds in (0.2, 0.4, 3.0):
-        queue.observe(seconds)
-    page = generate_latest(WorkerMetrics(queue.readings, "m").registry).decode().splitlines()
-    name = "vllm:request_queue_time_seconds"
-    assert f"# TYPE {name} histogram" in page
-    for limit, count in (("0.3", 1), ("2.5", 2), ("+Inf", 3)):
-        assert f'{name}_bucket{{engine="0",le="{limit}",model_name="m"}} {count}.0' in page
+def test_a_target_measures_its_requests_as_vllm_does() -> None:
+    now = 10.0
+    times = RequestTimes(lambda: now)
+    for request_id, queued, num_tokens in (("a", 0.25, 700), ("b", 3.0, 0), ("aborted", 0.25, 5)):
+        times.admitted(request_id, queued, num_tokens)
+    times.stepped(705)
+    for request_id, seconds in (("a", 0.5), ("b", 1.5), ("a", 1.0)):
+        now += seconds
+        times.committed(request_id)
+    for request_id in ("a", "aborted", "never admitted"):
+        times.ended(request_id)
+    page = values_of(generate_latest(WorkerMetrics(times.readings, "m").registry))
     labels = '{engine="0",model_name="m"}'
-    assert {f"{name}_count{labels} 3.0", f"{name}_sum{labels} 3.6"} <= {*page}
+    for name, count, total in (
+        ("queue_time_seconds", 3, 3.5),
+        ("prefill_time_seconds", 2, 0.5 + 2.0),
+        ("decode_time_seconds", 1, 2.5),
+        ("inference_time_seconds", 1, 3.0),
+        ("prefill_kv_computed_tokens", 3, 705),
+    ):
+        found = page[f"vllm:request_{name}_count{labels}"], page[f"vllm:request_{name}_sum{labels}"]
+        assert found == (count, total), name
+    assert page[f"vllm:iteration_tokens_total_sum{labels}"] == 705
+    for limit, count in (("0.3", 2), ("2.5", 2), ("+Inf", 3)):
+        assert page[f'vllm:request_queue_time_seconds_bucket{{engine="0",le="{limit}",model_name="m"}}'] == count
 
 
 def test_no_series_says_when_it_began() -> None:

@@ -28,11 +28,12 @@ from cluster.placement.place import Place
 from cluster.speculation.drafts import Drafts
 from cluster.targets.base import GenerationOutput, TargetLoad
 from cluster.targets.heartbeat import Heartbeat
+from cluster.targets.request_times import RequestTimes
 from cluster.targets.vllm.channel import Endpoints, Failed, Outputs, Profiled, Status, VocabularyMessage, connect
 from cluster.targets.vllm.profiling import ProfilingRounds
 from cluster.targets.vllm.scheduler_rounds import CoordinatedRounds, Links
 from cluster.telemetry.logs import setup_logging
-from cluster.telemetry.metrics import QueueTime, Reading, StepTime
+from cluster.telemetry.metrics import Reading, StepTime
 from cluster.transport.dialing import Dialer
 from cluster.vllm.constraints import EXTRA_ARGS_KEY as CONSTRAINTS_KEY
 from cluster.vllm.constraints import RequestConstraints
@@ -90,7 +91,7 @@ class CoordinatedScheduler(RoundScheduler):
         setup_logging("target engine", settings.logging.level, settings.logging.format)
         self._heartbeat = Heartbeat()
         self._step_times = {kind: StepTime() for kind in ("prefill", "verify", "decode")}
-        self._queue_time = QueueTime()
+        self._request_times = RequestTimes()
         self._num_committed_tokens = 0
         self._settings = settings
         self.pace = PromptPace(settings.max_prefill_seconds, self.max_num_scheduled_tokens)
@@ -115,11 +116,14 @@ class CoordinatedScheduler(RoundScheduler):
         self._constraints.forget(self._ended)
         for request_id in self._ended:
             self._num_cached_tokens.pop(request_id, None)
+            self._request_times.ended(request_id)
         self._ended.clear()
         output = super().schedule(throttle_prefills)
         admitted_now = self.admitted(output)
         for new in admitted_now:
-            self._queue_time.observe(time.time() - self.requests[new.req_id].arrival_time)
+            request = self.requests[new.req_id]
+            num_uncached = request.num_prompt_tokens - new.num_computed_tokens
+            self._request_times.admitted(new.req_id, time.time() - request.arrival_time, num_uncached)
             self._num_cached_tokens[new.req_id] = new.num_computed_tokens
         admitted = [_extra_args(new) for new in admitted_now]
         if traced := [extra_args[REQUEST_ID_KEY] for extra_args in admitted if TRACED_KEY in extra_args]:
@@ -170,11 +174,13 @@ class CoordinatedScheduler(RoundScheduler):
         if not step.rounds:
             return
         self._step_times[_kind(step)].add(step.seconds)
+        self._request_times.stepped(step.num_tokens)
         outputs = []
         for committed in step.rounds:
             request_id = _extra_args(committed.request).get(REQUEST_ID_KEY)
             constraint = self._constraint(committed.request)
             self._num_committed_tokens += len(committed.token_ids)
+            self._request_times.committed(committed.request.request_id)
             if request_id is not None:
                 outputs.append(
                     GenerationOutput(
@@ -203,7 +209,7 @@ class CoordinatedScheduler(RoundScheduler):
                 self.rounds = self._coordinated_rounds(self.rounds.step_times)
             elif isinstance(self.rounds, DeviceRounds):
                 self.rounds.tried()
-            self._step_times, self._queue_time = {kind: StepTime() for kind in self._step_times}, QueueTime()
+            self._step_times, self._request_times = {kind: StepTime() for kind in self._step_times}, RequestTimes()
             self._num_committed_tokens = self.num_queried_tokens = self.num_hit_tokens = 0
 
     def _coordinated_rounds(self, step_times: Sequence[tuple[int, float]]) -> CoordinatedRounds:
@@ -255,7 +261,7 @@ class CoordinatedScheduler(RoundScheduler):
         yield counter("vllm:prefix_cache_hits", hits, self.num_hit_tokens)
         yield counter("outrider_committed_tokens", "Tokens committed.", self._num_committed_tokens)
         yield self._heartbeat.busy
-        yield from self._queue_time.readings()
+        yield from self._request_times.readings()
         for kind, step_time in self._step_times.items():
             yield from step_time.readings("outrider_step", "Steps of the engine", kind=kind)
         if isinstance(self.rounds, CoordinatedRounds):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cluster.config import Config
 from cluster.config.file import load_config
-from cluster.simulator.cluster import MeasuredSpan, SimulatedCluster
+from cluster.simulator.cluster import Choose, MeasuredSpan, SimulatedCluster, least_loaded
 from cluster.simulator.figures import Figures
 from cluster.simulator.overheads import NOTHING, Programs
 from cluster.simulator.traffic import ClosedTraffic, Lengths, Traffic
@@ -28,9 +28,10 @@ def ran(
     span: MeasuredSpan | None = None,
     seed: int = 0,
     programs: Programs = NOTHING,
+    choose: Choose = least_loaded,
 ) -> SimulatedCluster:
     cluster = SimulatedCluster(
-        config_of(*settings), traffic, num_blocks, span or MeasuredSpan(10.0, 60.0), seed, programs
+        config_of(*settings), traffic, num_blocks, span or MeasuredSpan(10.0, 60.0), seed, programs, choose
     )
     cluster.run()
     return cluster

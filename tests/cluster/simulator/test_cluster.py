@@ -12,7 +12,7 @@ from cluster.planning.hardware import parse_gpus
 from cluster.simulated_engines.steps import StepCurve
 from cluster.simulator.cluster import MeasuredSpan, SimulatedCluster
 from cluster.simulator.hardware import OnGpus, dollars_per_hour, steps_of
-from cluster.simulator.traffic import Arrival, ClosedTraffic, Lengths, OpenTraffic, RecordedTraffic
+from cluster.simulator.traffic import Arrival, ClosedTraffic, EndedRequest, Lengths, OpenTraffic, RecordedTraffic
 from tests.cluster.simulator.clusters import ANSWERS, PROMPTS, config_of, figures_of, ran, streams
 from tests.soak import length
 
@@ -92,6 +92,34 @@ def test_too_many_at_once_and_what_never_fits_are_refused() -> None:
     cluster = ran(RecordedTraffic(requests), "router.max_waiting_requests=3", num_blocks=20)
     assert [cluster.recorder.is_refused[number] for number in range(6)] == [False] * 3 + [True] * 3
     assert cluster.figures().num_finished == 3
+
+
+class _Heard(RecordedTraffic):
+    """Remembers the requests that have ended."""
+
+    def __init__(self, requests: list[Arrival]) -> None:
+        super().__init__(requests)
+        self.ended: list[EndedRequest] = []
+
+    def after(self, answer: EndedRequest) -> Arrival | None:
+        self.ended.append(answer)
+        return None
+
+
+def test_prompts_with_the_same_beginning_share_it_where_they_meet() -> None:
+    opening = list(range(64))
+    prompts = [[*opening, 1, 2], [*opening, 3], [5, *opening]]
+    requests = [Arrival(float(at), len(prompt), 20, prompt) for at, prompt in enumerate(prompts)]
+    requests += [Arrival(at, 66, 20) for at in (7.0, 8.0)]  # tokens that no other request shares
+    settings = ("target.enable_prefix_caching=true", "target.replicas=2")
+    for choose, num_cached in (
+        (lambda *_: 0, [0, 64, 0, 0, 0]),
+        (lambda arrival, _: int(arrival.seconds) % 2, [0] * 5),
+    ):
+        traffic = _Heard(requests)
+        ran(traffic, *settings, choose=choose)
+        assert [one.num_cached_tokens for one in traffic.ended] == num_cached
+        assert [len(one.token_ids) for one in traffic.ended] == [20] * 5
 
 
 def test_without_speculation_it_is_plain_arithmetic() -> None:

@@ -1,0 +1,70 @@
+"""Histograms of a target's requests and steps, with vLLM's names."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from cluster.telemetry.metrics import LATENCY_BUCKETS, Reading, Tally
+
+_STEP_TOKEN_BUCKETS = (1, *(2**power for power in range(3, 15)))
+_PROMPT_TOKEN_BUCKETS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+
+
+@dataclass(slots=True)
+class _Request:
+    admitted_at: float
+    first_token_at: float | None = None
+
+
+class RequestTimes:
+    """Times between arrival, admission, first token and end of requests. It belongs to one thread.
+
+    vLLM's terms: the *prefill* ends with the first token, the *decode* follows it, the *inference* is both.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._requests: dict[str, _Request] = {}  # running ones, by ID
+        self._queue, self._prefill, self._decode, self._inference = (Tally(LATENCY_BUCKETS) for _ in range(4))
+        self._computed = Tally(_PROMPT_TOKEN_BUCKETS)
+        self._step_tokens = Tally(_STEP_TOKEN_BUCKETS)
+
+    def admitted(self, request_id: str, queue_seconds: float, num_uncached_tokens: int) -> None:
+        """Records an admission, the first of its request, after `queue_seconds` at the target."""
+        self._requests[request_id] = _Request(self._clock())
+        self._queue.observe(queue_seconds)
+        self._computed.observe(num_uncached_tokens)
+
+    def committed(self, request_id: str) -> None:
+        """Records that a step committed tokens of the request."""
+        request = self._requests.get(request_id)
+        if request is not None and request.first_token_at is None:
+            request.first_token_at = self._clock()
+            self._prefill.observe(request.first_token_at - request.admitted_at)
+
+    def ended(self, request_id: str) -> None:
+        """Records the end of a request, whatever its reason."""
+        request = self._requests.pop(request_id, None)
+        if request is not None and request.first_token_at is not None:
+            now = self._clock()
+            self._decode.observe(now - request.first_token_at)
+            self._inference.observe(now - request.admitted_at)
+
+    def stepped(self, num_tokens: int) -> None:
+        """Records a step that computed `num_tokens` tokens, drafts included."""
+        self._step_tokens.observe(num_tokens)
+
+    def readings(self) -> Iterator[Reading]:
+        times = (
+            ("queue", "from a sequence's arrival at the target to its admission", self._queue),
+            ("prefill", "from a sequence's admission to its first token", self._prefill),
+            ("decode", "from a sequence's first token to its end", self._decode),
+            ("inference", "from a sequence's admission to its end", self._inference),
+        )
+        for name, what, tally in times:
+            yield tally.reading(f"vllm:request_{name}_time_seconds", f"Time {what}.")
+        uncached = "Tokens of admitted sequences that were not in the prefix cache."
+        yield self._computed.reading("vllm:request_prefill_kv_computed_tokens", uncached)
+        yield self._step_tokens.reading("vllm:iteration_tokens_total", "Tokens of a step, drafts included.")
