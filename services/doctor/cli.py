@@ -5,12 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from tqdm import tqdm
 
 from cluster.config import Config
 from cluster.diagnosis.findings import findings
@@ -39,7 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "speculation, where the rest of the formula's speedup is lost, the problems, their costs, and the "
         "changes that help. Its requests share the cluster with others, which make the measurements less certain."
     )
-    parser.epilog = "example: outrider doctor --url http://127.0.0.1:8000 --streams 4"
+    parser.epilog = (
+        "example: outrider doctor --url http://127.0.0.1:8000 --streams 4. For a first look in about half a minute add "
+        "--seconds 1 --repeats 1; its figures vary more."
+    )
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--url", type=router_url, metavar="URL", help="address of the router; default http://127.0.0.1:8000"
@@ -160,9 +160,7 @@ def examine_cluster(
         )
     plan = ExaminationPlan(num_streams, temperatures, max_depth, seconds, repeats)
     maker = LoadMaker(facts, prompts or read_prompts(None), max_tokens, access)
-    total = plan.repeats * len(plan.runs)
-    with tqdm(total=total, desc="loads", file=sys.stderr, disable=None) as progress:
-        found = examine(maker, plan, progress.update)
+    found = examine(maker, plan)
     wrong = with_programs(findings(found, earlier_survival), facts)
     return DoctorReport(facts, found, wrong, _waterfall(found, config, earlier_survival) if found.has_drafts else None)
 

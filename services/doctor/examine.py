@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from cluster.diagnosis.measurements import Examination, WorkerThreads, Workload
 from cluster.errors import ConfigurationError
 from services.running_cluster.load import LoadMaker, Numbers
 
+logger = logging.getLogger(__name__)
+
 TOLD_DEPTH = 5  # depth of the rounds for the reported acceptance and the waterfall
+_RAMP_SECONDS = 1.0  # first guess of the time until all streams of a load are busy
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +50,20 @@ class ExaminationPlan:
         ]
 
 
-def examine(maker: LoadMaker, plan: ExaminationPlan, did_one: Callable[[], object] = lambda: None) -> Examination:
-    """Puts the cluster under each load in turn, with the plan's repeats. Raises ConfigurationError."""
+def examine(maker: LoadMaker, plan: ExaminationPlan) -> Examination:
+    """Puts the cluster under each load in turn, with the plan's repeats, and logs each. Raises ConfigurationError."""
+    total, num_done, started_at = plan.repeats * len(plan.runs), 0, time.monotonic()
     grown: defaultdict[Workload, Numbers] = defaultdict(lambda: defaultdict(float))
     for repeat in range(plan.repeats):
         for workload in plan.runs:
+            each = (time.monotonic() - started_at) / num_done if num_done else plan.seconds + _RAMP_SECONDS
+            logger.info(
+                "load %d of %d: %s; about %.0f s left", num_done + 1, total, _text(workload), each * (total - num_done)
+            )
             numbers = maker.run(workload, plan.seconds, part=repeat, num_parts=plan.repeats)
             for name, value in numbers.items():
                 grown[workload][name] += value
-            did_one()
+            num_done += 1
     found = {workload: maker.measured(workload, numbers) for workload, numbers in grown.items()}
     first, streams = plan.temperatures[0], plan.num_streams
     without = found[Workload(streams, first, 0)].counts
@@ -80,3 +89,9 @@ def examine(maker: LoadMaker, plan: ExaminationPlan, did_one: Callable[[], objec
             for worker in maker.facts.workers
         ],
     )
+
+
+def _text(workload: Workload) -> str:
+    depth = workload.num_speculative_tokens
+    streams = "1 stream" if workload.num_streams == 1 else f"{workload.num_streams} streams"
+    return f"{streams}, k = {'auto' if depth is None else depth}, temperature {workload.temperature:g}"

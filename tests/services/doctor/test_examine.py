@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import defaultdict
 from dataclasses import dataclass, field
+
+import pytest
 
 from cluster.diagnosis.measurements import WorkerThreads, Workload
 from services.doctor.examine import ExaminationPlan, examine
@@ -46,3 +49,12 @@ def test_the_controllers_runs_are_three_and_apart() -> None:
     auto = [place for place, load in enumerate(plan.runs) if load.num_speculative_tokens is None]
     assert len(auto) == 3
     assert all(later - earlier > 1 for earlier, later in itertools.pairwise(auto))
+
+
+def test_each_load_is_logged_with_the_time_that_is_left(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    plan = ExaminationPlan(num_streams=4, temperatures=(0.0, 0.7), max_depth=16, seconds=3.0, repeats=2)
+    examine(RecordingMaker(facts(2), ["x"], 8), plan)
+    assert caplog.messages[0] == "load 1 of 18: 4 streams, k = 0, temperature 0; about 72 s left"
+    assert caplog.messages[1].startswith("load 2 of 18: 4 streams, k = auto, temperature 0; about ")
+    assert caplog.messages[-1].startswith("load 18 of 18: 4 streams, k = 5, temperature 0.7; about ")
