@@ -19,7 +19,7 @@ from cluster.config import Config
 from cluster.config.file import load_config
 from cluster.config.types import LogFormat, LogLevel
 from cluster.errors import AddressInUseError, ConfigurationError, OutriderError
-from cluster.telemetry.logs import setup_logging
+from cluster.telemetry.logs import log_name, setup_logging
 from services import adapters, certs, check_config, health, speculation_switch
 from services.argument_types import name_and_value
 from services.chat import cli as chat
@@ -313,7 +313,7 @@ def _load(arguments: argparse.Namespace) -> Config:
     """Returns the configuration and sets up the log accordingly. Raises ConfigurationError."""
     config = load_config(arguments.config, arguments.overrides, os.environ)
     arguments.log_format = config.logging.format
-    setup_logging(arguments.command, config.logging.level, config.logging.format)
+    setup_logging(log_name(arguments.command), config.logging.level, config.logging.format)
     return config
 
 

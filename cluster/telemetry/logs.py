@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import json
 import logging
+import os
 import re
 import sys
 from collections.abc import Mapping
@@ -16,6 +17,9 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from cluster.config.types import LogFormat, LogLevel
+
+# Environment variable: the program's name in its log, if it is not the command's, such as `target 1`.
+LOG_NAME = "OUTRIDER_LOG_NAME"
 
 # Messages of libraries are of no use to an operator.
 _QUIET = {
@@ -28,6 +32,11 @@ _QUIET = {
 _TEXT_LINE = re.compile(r"\d\d:\d\d:\d\d (DEBUG|INFO|WARNING|ERROR|CRITICAL) (.*)")
 _CONTROL = {code: repr(chr(code))[1:-1] for code in (*range(32), *range(127, 160), 0x2028, 0x2029)}
 _PLAIN_VALUE = re.compile(r"[!#-<>-~]+")  # needs no quotes next to `=`
+
+
+def log_name(command: str) -> str:
+    """Returns the name of the program that runs `command`: as its launcher numbered it, or `command`."""
+    return os.environ.get(LOG_NAME, command)
 
 
 def setup_logging(program: str, level: LogLevel = "info", form: LogFormat = "text") -> None:

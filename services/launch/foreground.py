@@ -57,13 +57,15 @@ def announce(
     config: Config,
     urls: Sequence[str],
     seconds: float,
+    programs: Mapping[str, str] | None = None,
     metrics_urls: Mapping[str, str] | None = None,
     *,
     opens_page: bool = False,
 ) -> None:
-    """Prints that the routers at `urls` answer, and the addresses of page and metrics.
+    """Prints that the routers at `urls` answer, and the addresses of page, programs and metrics.
 
-    `seconds`: time since the launcher's start. `opens_page`: opens the page in a browser, if there is one.
+    `seconds`: time since the launcher's start. `programs`: address and process ID by program.
+    `opens_page`: opens the page in a browser, if there is one.
     """
     if config.target.engine == "simulated":
         print("\nTarget and draft are simulated: the generated text has no meaning.", flush=True)
@@ -82,5 +84,7 @@ Outrider is ready at {", ".join(urls)} after {seconds:.1f} s. Try:
         if opens_page:
             # A browser in the terminal returns when it is closed, and others may take seconds.
             threading.Thread(target=webbrowser.open, args=(f"{urls[0]}/",), daemon=True).start()
+    if programs:
+        print("Programs:", *(f"  {name}: {place}" for name, place in programs.items()), "", sep="\n", flush=True)
     if metrics_urls:
         print("Metrics:", *(f"  {url} ({name})" for name, url in metrics_urls.items()), "", sep="\n", flush=True)

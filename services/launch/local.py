@@ -23,6 +23,7 @@ from cluster.config import Config
 from cluster.config.simulation import SimulationConfig
 from cluster.errors import ConfigurationError, UnavailableError
 from cluster.owned_folder import OwnedFolder
+from cluster.telemetry.logs import LOG_NAME
 from services.addresses import check_can_listen, check_metrics_page, split
 from services.http_call import LAUNCHER_KEY_SHA256
 from services.launch.checks import check_models
@@ -76,7 +77,9 @@ class WorkerProcess(Child):
             self.cpus = (shares.targets if pool == "target" else shares.drafts)[index]
             if self.cpus is not None:
                 arguments += ["--set", f"{pool}.cpus={list(self.cpus)}"]
-        super().__init__(pool if worker.replicas == 1 else f"{pool} {index}", arguments, environment=environment)
+        self.address = worker.addresses[index]
+        name = pool if worker.replicas == 1 else f"{pool} {index}"
+        super().__init__(name, arguments, environment={LOG_NAME: name, **(environment or {})})
 
 
 class Proxy(Child):
@@ -144,6 +147,12 @@ class LocalCluster:
         workers = {worker.name: worker.metrics_url for worker in (*self.targets, *self.drafts)}
         pages = {name: url for name, url in workers.items() if url is not None}
         return {"router": f"{self.url}/metrics", **pages}
+
+    @property
+    def programs(self) -> dict[str, str]:
+        """Address and process ID by program, once they are started."""
+        workers = {worker.name: f"{worker.address}, process {worker.pid}" for worker in (*self.targets, *self.drafts)}
+        return {"router": f"{self.url}, process {self.router.pid}", **workers}
 
     @property
     def _children(self) -> list[Child]:
@@ -226,7 +235,10 @@ def serve(config: Config, opens_page: bool = False) -> int:
             if not is_announced and cluster.is_ready():
                 is_announced = True
                 seconds = time.monotonic() - started_at
-                announce(cluster.config, [cluster.url], seconds, cluster.metrics_urls, opens_page=opens_page)
+                announce(
+                    *(cluster.config, [cluster.url], seconds, cluster.programs, cluster.metrics_urls),
+                    opens_page=opens_page,
+                )
             time.sleep(_POLL_SECONDS if not is_announced else 0.2)
         logger.info("stopping after running requests have ended; press Ctrl-C again to stop at once")
     finally:

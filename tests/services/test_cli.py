@@ -19,6 +19,7 @@ import yaml
 from cluster.config import Config
 from cluster.config.file import load_config
 from cluster.errors import ConfigurationError, UnavailableError
+from cluster.telemetry.logs import LOG_NAME
 from services import cli
 from services.configuration_page import PAGE
 from services.launch import local
@@ -141,6 +142,15 @@ def test_the_log_format_is_a_setting(
         assert (event["level"], event["program"], event["message"]) == ("error", "serve", "no such place")
     else:
         assert said.startswith("outrider serve: ")
+
+
+def test_the_log_has_the_name_that_the_launcher_gave(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # back at the end
+    monkeypatch.setenv(LOG_NAME, "draft 1")
+    assert cli.main(["draft", "--log-format", "json", "--set", "draft.placement=in-process"]) == 2
+    assert json.loads(capsys.readouterr().err)["program"] == "draft 1"
 
 
 def test_options_of_serve_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:

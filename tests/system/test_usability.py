@@ -64,6 +64,9 @@ def test_a_normal_start_warns_of_nothing_says_where_all_is_and_leaves_nothing_ru
         assert len(pids_of(tmp_path)) == 1 + len(programs)
         urls = re.findall(r"^  (http://\S+/metrics) \((.*)\)$", log.read_text(), re.MULTILINE)
         assert [name for _, name in urls] == programs
+        processes = re.findall(r"^  (\w+): \S+, process (\d+)$", log.read_text(), re.MULTILINE)
+        assert [name for name, _ in processes] == programs
+        assert {int(pid) for _, pid in processes} < set(pids_of(tmp_path))
         for url, _ in urls:
             assert "# HELP" in httpx.get(url, trust_env=False).text
         process.send_signal(signal.SIGINT)
@@ -87,7 +90,7 @@ def test_with_the_log_level_error_nothing_is_logged(tmp_path: Path) -> None:
 
 
 def test_one_request_is_found_in_the_logs_of_router_and_target(tmp_path: Path) -> None:
-    options = ["--port", "0", "--log-format", "json", "--log-level", "debug"]
+    options = ["--port", "0", "--log-format", "json", "--log-level", "debug", "--draft-replicas", "2"]
     with served(tmp_path, *options, "--target.engine", "simulated", "--draft.drafter", "simulated") as (_, log):
         url = re.search(r"ready at (\S+) ", log.read_text())
         assert url is not None
@@ -96,7 +99,7 @@ def test_one_request_is_found_in_the_logs_of_router_and_target(tmp_path: Path) -
             body = {"prompt": ["a secret", "another"], "max_tokens": 3, "seed": number}
             httpx.post(f"{url[1]}/v1/completions", json=body, headers=headers, trust_env=False).raise_for_status()
     lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
-    assert {line["program"] for line in lines} == {"serve", "router", "target", "draft"}
+    assert {line["program"] for line in lines} == {"serve", "router", "target", "draft 0", "draft 1"}
     (asked,) = (line for line in lines if line.get("request_id") == "mine-1")
     assert (asked["logger"], asked["seed"], asked["generated_tokens"]) == ("outrider.access", 1, 6)
     calls = [line for line in lines if line.get("request_id", "").startswith("cmpl-mine-1#")]

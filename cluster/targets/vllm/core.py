@@ -32,7 +32,7 @@ from cluster.targets.request_times import RequestTimes
 from cluster.targets.vllm.channel import Endpoints, Failed, Outputs, Profiled, Status, VocabularyMessage, connect
 from cluster.targets.vllm.profiling import ProfilingRounds
 from cluster.targets.vllm.scheduler_rounds import CoordinatedRounds, Links
-from cluster.telemetry.logs import setup_logging
+from cluster.telemetry.logs import log_name, setup_logging
 from cluster.telemetry.metrics import Reading, StepTime
 from cluster.transport.dialing import Dialer
 from cluster.vllm.constraints import EXTRA_ARGS_KEY as CONSTRAINTS_KEY
@@ -88,7 +88,7 @@ class CoordinatedScheduler(RoundScheduler):
         settings = self.vllm_config.additional_config
         assert isinstance(settings, CoreSettings)
         switch_threads_soon()
-        setup_logging("target engine", settings.logging.level, settings.logging.format)
+        setup_logging(f"{log_name('target')} engine", settings.logging.level, settings.logging.format)
         self._heartbeat = Heartbeat()
         self._step_times = {kind: StepTime() for kind in ("prefill", "verify", "decode")}
         self._request_times = RequestTimes()

@@ -48,6 +48,12 @@ def test_a_draft_on_the_hosts_processors_gets_cores_that_its_target_does_not(mon
     assert cluster.config.speculation.max_run_ahead is None
 
 
+def test_each_of_several_workers_has_a_name_and_an_address() -> None:
+    cluster = LocalCluster(load_config(None, ["router.port=0", "target.replicas=2", "draft.placement=pool"]))
+    assert [worker.name for worker in (*cluster.targets, *cluster.drafts)] == ["target 0", "target 1", "draft"]
+    assert [worker.address for worker in cluster.targets] == list(cluster.config.target.addresses)
+
+
 def test_too_few_cores_for_a_draft_on_the_hosts_processors_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "read_cores", lambda: [Core((cpu,)) for cpu in range(4)])
     with pytest.raises(ConfigurationError, match="0 of 4 cores are free, and each of 1 draft workers"):
