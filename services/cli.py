@@ -28,7 +28,7 @@ from services.doctor import cli as doctor
 from services.plan import cli as plan_cluster
 from services.plan import memory as plan_memory
 from services.prove import cli as prove
-from services.settings import AppendOverride, settings_parser
+from services.settings import AppendOverride, known_options, settings_parser
 from services.simulate import cli as simulate
 from services.terminal import as_text
 from services.top import cli as top
@@ -156,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     An unusable setting is one line on stderr and code 2. A port that another program has, and may free later, is code
     75 (EX_TEMPFAIL).
     """
-    arguments = make_parser().parse_args(argv)
+    arguments = _parse(argv)
     if "log_level" in arguments:
         setup_logging(arguments.command, arguments.log_level, arguments.log_format)
     else:
@@ -182,6 +182,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
 
 
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Returns the parsed arguments. Exits with code 2 if they are unusable.
+
+    An unknown option is an error of its command: argparse would print the usage of `outrider`.
+    """
+    arguments, unknown = make_parser().parse_known_args(argv)
+    if unknown:
+        parser: argparse.ArgumentParser = arguments.own_parser
+        option = next((text.partition("=")[0] for text in unknown if text.startswith("-")), "")
+        known = known_options(option, parser) if option else []
+        hint = f"did you mean {' or '.join(known)}?" if known else f"see {parser.prog} --help"
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}; {hint}")
+    return arguments
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="outrider", description="Speculative decoding across machines, with an OpenAI-compatible endpoint."
@@ -191,21 +206,21 @@ def make_parser() -> argparse.ArgumentParser:
     settings = [settings_parser()]
     serve = commands.add_parser("serve", parents=settings, help="run a whole cluster, on this machine or on Ray")
     _add_serve_arguments(serve)
-    serve.set_defaults(run=_serve)
+    serve.set_defaults(run=_serve, own_parser=serve)
     down = commands.add_parser(
         "down", parents=settings, help="end the application that a killed `serve --launcher ray` left running"
     )
     _add_config_arguments(down)
-    down.set_defaults(run=_down)
+    down.set_defaults(run=_down, own_parser=down)
     for program, purpose in _PROGRAMS.items():
         command = commands.add_parser(program, parents=settings, help=purpose)
         _add_config_arguments(command)
-        command.set_defaults(run=_run_program)
+        command.set_defaults(run=_run_program, own_parser=command)
     check = commands.add_parser(
         "check-config", parents=settings, help="show the configuration that results from file, environment and options"
     )
     _add_config_arguments(check)
-    check.set_defaults(run=_check_config)
+    check.set_defaults(run=_check_config, own_parser=check)
     plans = commands.add_parser("plan", help="estimate what a deployment needs").add_subparsers(
         required=True, metavar="WHAT"
     )
@@ -214,7 +229,7 @@ def make_parser() -> argparse.ArgumentParser:
             command = parsers.add_parser(own.name, help=own.purpose)
             own.add_arguments(command)
             _add_log_options(command)
-            command.set_defaults(run=own.run)
+            command.set_defaults(run=own.run, own_parser=command)
     return parser
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cluster.config import Config
+from cluster.config.file import nearest_name
 
 
 class AppendOverride(argparse.Action):
@@ -51,6 +52,23 @@ def add_settings(group: argparse._ArgumentGroup, keys: Sequence[str]) -> None:
     for key in keys:
         section, _, name = key.partition(".")
         _add_setting(group, key, properties_of(schema, section)[name])
+
+
+def known_options(unknown: str, parser: argparse.ArgumentParser) -> list[str]:
+    """Returns the options of `parser` that a user may have meant by `unknown`, which it does not have.
+
+    These are the settings of that name in any section, by their short option if there is one, or the option whose
+    spelling is nearest.
+    """
+    flags: dict[str, str] = {}  # by setting; short options are added after those of the settings' own names
+    for action in parser._actions:
+        if isinstance(action, AppendOverride) and len(action.const) == 1:
+            flags[action.const[0]] = action.option_strings[0]
+    name = unknown.removeprefix("--").replace("-", "_")
+    if meant := [flag for setting, flag in flags.items() if setting.rpartition(".")[2] == name]:
+        return meant
+    nearest = nearest_name(unknown, [option for action in parser._actions for option in action.option_strings])
+    return [] if nearest is None else [nearest]
 
 
 def _add_setting(group: argparse._ArgumentGroup, key: str, setting: Mapping[str, Any]) -> None:

@@ -109,13 +109,18 @@ def _reason(complaint: ErrorDetails, key: str, variable: Variable | None) -> str
         return f"{key}: {complaint['msg']}{given}"
     *within, name = map(str, complaint["loc"])
     known = _keys(within)
-    nearest = difflib.get_close_matches(name, known, n=1)
-    if not nearest:
+    nearest = nearest_name(name, known)
+    if nearest is None:
         return f"unknown key {key!r}; known keys: {', '.join(known)}"
     if variable is None:
-        return f"unknown key {key!r}; did you mean {nearest[0]!r}?"
+        return f"unknown key {key!r}; did you mean {nearest!r}?"
     rest = variable.key.removeprefix(key)
-    return f"unknown key {key!r}; did you mean {variable_of('.'.join((*within, nearest[0])) + rest)!r}?"
+    return f"unknown key {key!r}; did you mean {variable_of('.'.join((*within, nearest)) + rest)!r}?"
+
+
+def nearest_name(name: str, known: Sequence[str]) -> str | None:
+    """Returns the one of `known` that `name` may be a misspelling of; None if all differ too much."""
+    return next(iter(difflib.get_close_matches(name, known, n=1)), None)
 
 
 def _keys(location: Sequence[str]) -> list[str]:

@@ -178,6 +178,31 @@ def test_an_unusable_setting_is_one_line_and_code_2(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["serve", "--model", "x"], "did you mean --target or --draft?"),
+        (["serve", "--target.max-model-len=100"], "did you mean --target.max_model_len?"),
+        (["serve", "--max-model-len", "100"], "did you mean --target.max_model_len or --draft.max_model_len?"),
+        (["target", "--model", "x"], "did you mean --target.model or --draft.model?"),
+        (["serve", "--prot", "1"], "did you mean --port?"),
+        (["plan", "memory", "--target", "70B", "--draft", "7B", "--gpu", "4"], None),
+        (["serve", "--zzz"], "see outrider serve --help"),
+        (["serve", "model"], "see outrider serve --help"),
+    ],
+)
+def test_an_unknown_option_is_an_error_of_its_command_and_names_the_nearest(
+    arguments: list[str], hint: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    command = "outrider plan memory" if arguments[0] == "plan" else f"outrider {arguments[0]}"
+    assert said.startswith(f"usage: {command} ")
+    assert hint is None or said.endswith(f"; {hint}\n")
+
+
+@pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
         (["--target", "70B:int8", "--draft", "7B:int4"], 0, "6.5 GB"),
