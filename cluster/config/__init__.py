@@ -194,6 +194,21 @@ class Config(Section):
         """The model whose tokenizer the drafter uses: the target's own unless the drafter has a model of its own."""
         return self.draft.model if self.draft.drafter in ("model", "vllm") else self.target.model
 
+    def tokenizer_mismatch(self, of_draft: str, of_target: str) -> str:
+        """Returns the error for a draft model whose tokenizer is not the target's: fingerprints and remedies."""
+        is_default = self.draft_model == DraftConfig.model_fields["model"].default
+        draft = f"default draft {self.draft_model!r}" if is_default else f"draft {self.draft_model!r}"
+        remedy = "choose a draft with the target's tokenizer"
+        if is_default:
+            remedy += (
+                " (--draft.model), draft from the text itself (--draft.drafter ngram), or serve without speculation "
+                "(--speculation.num_speculative_tokens 0)"
+            )
+        return (
+            f"the {draft} (tokenizer {of_draft}) cannot draft for the target {self.target.model!r} (tokenizer "
+            f"{of_target}): {remedy}"
+        )
+
     @property
     def served_model_id(self) -> str:
         """The name that clients use: `router.served_model_name`, or that of the target's model."""

@@ -105,10 +105,7 @@ def _in_process_pool(
     draft = config.draft
     of_draft = Tokenizer(resolve_model_folder(config.draft_model)).fingerprint()
     if of_draft != fingerprint:
-        raise ConfigurationError(
-            f"the draft {config.draft_model!r} (tokenizer {of_draft}) cannot draft for the target "
-            f"{config.target.model!r} (tokenizer {fingerprint}): choose a draft with the target's tokenizer"
-        )
+        raise ConfigurationError(config.tokenizer_mismatch(of_draft, fingerprint))
     is_shared = draft.in_process_threads == "shared" or (
         draft.in_process_threads == "auto" and not has_device_of_its_own
     )

@@ -21,10 +21,7 @@ def check_models(config: Config) -> None:
         )
     draft = _fingerprint(config.draft_model, is_ours=config.draft.drafter != "vllm")
     if draft != target:
-        raise ConfigurationError(
-            f"the draft {config.draft_model!r} (tokenizer {draft}) cannot draft for the target "
-            f"{config.target.model!r} (tokenizer {target}): choose a draft with the target's tokenizer"
-        )
+        raise ConfigurationError(config.tokenizer_mismatch(draft, target))
 
 
 def _fingerprint(model: str, *, is_ours: bool) -> str:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from cluster.config import Config
@@ -244,3 +246,16 @@ def test_a_file_that_is_no_text_is_refused(tmp_path):
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigurationError, match="is not YAML"):
         load_config(path)
+
+
+def test_a_default_draft_that_does_not_fit_says_so_and_how_to_serve_without_it() -> None:
+    unnamed = load_config(None, ["target.model=mine"]).tokenizer_mismatch("a", "b")
+    assert unnamed.startswith("the default draft 'outrider-draft-2m' (tokenizer a) cannot draft for the target 'mine'")
+    remedies = re.findall(r"--([\w.]+) (\w+)", unnamed)
+    assert remedies == [("draft.drafter", "ngram"), ("speculation.num_speculative_tokens", "0")]
+    for key, value in remedies:
+        without = load_config(None, [f"{key}={value}"])
+        assert without.draft_model == without.target.model or not without.has_drafter
+    named = load_config(None, ["target.model=mine", "draft.model=yours"]).tokenizer_mismatch("a", "b")
+    assert named.startswith("the draft 'yours' ")
+    assert named.endswith(": choose a draft with the target's tokenizer")
