@@ -124,7 +124,9 @@ PLANS = (
     ),
 )
 COMMANDS = (
-    Command("health", "check that a router or a worker answers", health.add_arguments, health.run),
+    Command(
+        "health", "check that a router or a worker answers, and which targets are up", health.add_arguments, health.run
+    ),
     Command("certs", "make an authority and certificates for development", certs.add_arguments, certs.run),
     Command(
         "speculation",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import ssl
 from pathlib import Path
 
 import grpc
@@ -13,10 +14,13 @@ from cluster.config.file import load_config
 from cluster.config.types import is_host_port
 from cluster.errors import ConfigurationError
 from cluster.transport.dialing import Dialer
-from services.http_call import add_trust_arguments, call, trusted_context
+from services.http_call import API_KEY, add_trust_arguments, call, trusted_context
+from services.terminal import as_lines
 
 _SCHEMES = ("http://", "https://")
 _TIMEOUT_SECONDS = 5.0
+_MAX_HEALTH_BYTES = 4 * 2**20  # thousands of targets
+_UNAVAILABLE = 503  # status of /health if no target can answer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,15 +46,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Raises ConfigurationError if the address does not answer, or reports that it does not serve."""
+    """Prints that the address answers and, of a router, which targets are up. Returns 0, even if none is.
+
+    Raises ConfigurationError if the address does not answer, or reports that it does not serve.
+    """
     address: str = arguments.address
     if address.startswith(_SCHEMES):
-        call(address, "GET", "/health/live", seconds=_TIMEOUT_SECONDS, context=trusted_context(arguments))
+        context = trusted_context(arguments)
+        call(address, "GET", "/health/live", seconds=_TIMEOUT_SECONDS, context=context)
+        print(as_lines([f"{address} answers", *_targets(address, context)]))
     else:
         tls = load_config(arguments.config, environment=os.environ).tls
         _check_worker(address, Dialer.of(tls, arguments.program, arguments.server_name))
-    print(f"{address} answers")
+        print(f"{address} answers")
     return 0
+
+
+def _targets(url: str, context: ssl.SSLContext | None) -> list[str]:
+    """Returns how many targets of the router are up, and a line for each that is not.
+
+    Returns one line if the router does not list them: its public address requires a key.
+    """
+    try:
+        health = call(
+            *(url, "GET", "/health"),
+            seconds=_TIMEOUT_SECONDS,
+            context=context,
+            max_bytes=_MAX_HEALTH_BYTES,
+            accepted_error=_UNAVAILABLE,
+        )
+        states = [(one.get("address", "a target"), one["status"], one["problem"]) for one in health["targets"]]
+    except (ConfigurationError, KeyError, TypeError, AttributeError):
+        return [f"its targets are not listed; a router with keys lists them for one in {API_KEY}"]
+    not_up = [f"  {address} is {status}: {problem}" for address, status, problem in states if status != "up"]
+    return [f"{len(states) - len(not_up)} of {len(states)} targets are up", *not_up]
 
 
 def _check_worker(address: str, dialer: Dialer) -> None:

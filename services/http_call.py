@@ -31,11 +31,13 @@ def call(
     seconds: float = 10.0,
     context: ssl.SSLContext | None = None,
     max_bytes: int = _MAX_ANSWER_BYTES,
+    accepted_error: int | None = None,
 ) -> Any:
     """Returns the JSON that `address` (host:port, http://host:port or https://host:port) answers; None if it is empty.
 
     Sends the key in the environment, if there is one. `context`: trusted certificates; None: those that this machine
-    trusts. Raises ConfigurationError if there is no 2xx answer with JSON in that time, or it has more than `max_bytes`.
+    trusts. `accepted_error`: another status whose answer is returned. Raises ConfigurationError if there is no 2xx
+    answer with JSON in that time, or it has more than `max_bytes`.
     """
     scheme, has_scheme, place = address.rpartition("://")
     if not is_host_port(place.rstrip("/")) or (has_scheme and scheme not in ("http", "https")):
@@ -63,7 +65,7 @@ def call(
             connection.close()
         if answer.status == 401:
             raise ConfigurationError(f"{address} requires a key: set {API_KEY} in the environment to one of its keys")
-        if not 200 <= answer.status < 300:
+        if not 200 <= answer.status < 300 and answer.status != accepted_error:
             raise ConfigurationError(f"{address} answers {answer.status}: {bytes(content[:300])!r}")
         return json.loads(content) if content else None
     except (OSError, OverflowError, ValueError, RecursionError, http.client.HTTPException) as error:
