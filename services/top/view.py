@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -58,7 +59,7 @@ class Change:
             f"tokens     {tokens / self._seconds:.0f}/s; first after {_ms(first)}, then one in {_ms(between)}",
         ]
         if not rounds or not drafted:
-            return [*lines, "drafts     none verified"]
+            return [*lines, f"drafts     none verified{self._why_plain()}"]
         lines.append(
             f"drafts     k {drafted / rounds:.1f}, {100 * accepted / drafted:.0f} % accepted, "
             f"{1 + accepted / rounds:.2f} tokens a round"
@@ -68,6 +69,17 @@ class Change:
             share = positions[position] / rounds
             lines.append(f"  place {int(position) + 1:2}  {_bar(share)} {share:.2f}")
         return lines
+
+    def _why_plain(self) -> str:
+        """Returns the most frequent reason of decodes without drafts, and its share of them; "" if there are none."""
+        counts: defaultdict[str, float] = defaultdict(float)
+        for before, after in zip(self.before.targets, self.after.targets, strict=True):
+            for reason in after.by_label("outrider_plain_decodes_total", "reason"):
+                counts[reason] += _grown(before, after, "outrider_plain_decodes_total", reason=reason)
+        if not any(counts.values()):
+            return ""
+        reason = max(counts, key=counts.__getitem__)
+        return f": {reason} ({100 * counts[reason] / sum(counts.values()):.0f} % of plain decodes)"
 
     def _target(self, worker: WorkerFacts, before: MetricsPage, after: MetricsPage) -> list[str]:
         def grown(name: str, **labels: str) -> float:
