@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from bench import ray_overhead
 from bench.report.page import Results, markdown
@@ -68,6 +70,29 @@ def streams(results: Results) -> str:
     return markdown(head, rows)
 
 
+_ARMS = ("least loaded", "hash alone", "prefix scorer", "router")
+
+
+def affinity(results: Results) -> str:
+    cells: dict[tuple[str, float, float, int], dict[str, list[Any]]] = {}
+    for cell in results.read("affinity.json")["cells"]:
+        scenario = cell["scenario"]
+        key = scenario["workload"], scenario["load"], scenario["working_set"], scenario["routers"]
+        cells.setdefault(key, {}).setdefault(cell["case"]["arm"], []).append(cell)
+    rows = []
+    for (workload, load, working_set, routers), own in cells.items():
+        if workload == "conversations":
+            workload = f"{load:g}, {working_set:g}, {routers}"
+        rows.append([workload, *(_first_tokens(own[arm]) for arm in _ARMS)])
+    return markdown(["load, working set, routers", *_ARMS], rows)
+
+
+def _first_tokens(cells: Sequence[Mapping[str, Any]]) -> str:
+    p50, p99 = (1e3 * statistics.median(cell[f"first_token_{name}"] for cell in cells) for name in ("p50", "p99"))
+    hits = statistics.median(cell["hits"] for cell in cells)
+    return f"{p50:.0f}/{p99:.0f}" + (f" ({hits:.2f})" if hits else "")
+
+
 def proxies(results: Results) -> str:
     rows = [(one["case"], one["requests"], one["lost"]) for one in results.read("proxies.json")["results"]]
     return markdown(["case", "requests", "lost"], rows)
@@ -110,6 +135,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "pauses": pauses,
     "openings": openings,
     "streams": streams,
+    "affinity": affinity,
     "proxies": proxies,
     "head-of-line": head_of_line,
     "ray": ray,

@@ -9,7 +9,7 @@ from typing import Any
 
 from bench import paced as paced_bench
 from bench.coordination import Cost
-from bench.report.page import Results, markdown, median
+from bench.report.page import Results, markdown
 
 _DRAFTS = {"1B": "1B", "1B-int4": "1B INT4", "0.5B": "0.5B", "parallel-1B": "parallel 1B"}
 
@@ -78,32 +78,6 @@ def network(results: Results) -> str:
     return markdown(["case", "ratio", "k"], rows)
 
 
-def links(results: Results) -> str:
-    document = results.read("peers-links.json")
-    keys = [f"{temperature:g}/{streams}" for temperature, streams in document["points"]]
-    rows = [
-        [
-            name.removeprefix("Outrider on vLLM, ").removesuffix(" between the pools"),
-            *(f"{median(speeds[key], 'tokens_per_second'):.0f}" for key in keys),
-        ]
-        for name, speeds in document["systems"].items()
-    ]
-    return markdown(
-        ["round trip", *(f"{streams} stream{'s' if streams > 1 else ''}" for _, streams in document["points"])], rows
-    )
-
-
-def run_ahead(results: Results) -> str:
-    measured = [row for row in results.read("run_ahead.json")["rows"] if row["k"] == "4"]
-    cells: dict[float, dict[str, str]] = {}
-    for row in measured:
-        cell = f"{statistics.median(row['speedups']):.2f} ({row['hit_rate']:.0%})"
-        cells.setdefault(row["temperature"], {})[row["mode"]] = cell
-    modes = list(next(iter(cells.values())))
-    rows = [[f"{temperature:g}", *(own[mode] for mode in modes)] for temperature, own in cells.items()]
-    return markdown(["T", *modes], rows)
-
-
 def coordination(results: Results) -> str:
     costs = [Cost(**cost) for cost in results.read("coordination.json")["costs"]]
     rows = []
@@ -125,7 +99,5 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "capacity": capacity,
     "paced": paced,
     "network": network,
-    "links": links,
-    "run-ahead": run_ahead,
     "coordination": coordination,
 }
