@@ -123,6 +123,19 @@ class NetworkPolicy(_Values):
     monitoring: list[_Free] = [{"namespaceSelector": {}}]
 
 
+class EndpointPicker(_Values):
+    name: str = ""
+    port: Annotated[int, Field(ge=1, le=65535)] = 9002
+    failureMode: Literal["FailOpen", "FailClose"] = "FailOpen"
+
+
+class Gateway(_Values):
+    enabled: bool = False
+    parentRefs: list[_Free] = []
+    hostnames: list[str] = []
+    endpointPicker: EndpointPicker = EndpointPicker()
+
+
 class PodMonitor(_Values):
     enabled: bool = False
     interval: str = "15s"
@@ -210,6 +223,7 @@ class Values(_Values):
     metricsTokenSecret: str = ""
     podDisruptionBudget: PodDisruptionBudget = PodDisruptionBudget()
     networkPolicy: NetworkPolicy = NetworkPolicy()
+    gateway: Gateway = Gateway()
     podMonitor: PodMonitor = PodMonitor()
     prometheusRules: PrometheusRules = PrometheusRules()
     grafana: Grafana = Grafana()

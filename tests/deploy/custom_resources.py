@@ -226,7 +226,70 @@ class RayService(_Fields):
     spec: _RayServiceSpec
 
 
+class _Port(_Fields):
+    number: int = Field(ge=1, le=65535)
+
+
+class _EndpointPickerRef(_Fields):
+    name: str = Field(min_length=1)
+    port: _Port
+    failureMode: Literal["FailOpen", "FailClose"]
+
+
+class _InferencePoolSpec(_Fields):
+    selector: _Selector
+    targetPorts: list[_Port] = Field(min_length=1, max_length=8)
+    endpointPickerRef: _EndpointPickerRef
+
+
+class InferencePool(_Fields):
+    """gateway-api-inference-extension.sigs.k8s.io/reference/spec, inference.networking.k8s.io/v1."""
+
+    apiVersion: Literal["inference.networking.k8s.io/v1"]
+    kind: Literal["InferencePool"]
+    metadata: _Metadata
+    spec: _InferencePoolSpec
+
+
+class _ParentRef(_Fields):
+    name: str
+    namespace: str | None = None
+    sectionName: str | None = None
+
+
+class _BackendRef(_Fields):
+    group: str
+    kind: str
+    name: str
+
+
+class _Timeouts(_Fields):
+    request: str = Field(pattern=r"^\d+(ms|s|m|h)$")
+
+
+class _RouteRule(_Fields):
+    backendRefs: list[_BackendRef]
+    timeouts: _Timeouts
+
+
+class _HttpRouteSpec(_Fields):
+    parentRefs: list[_ParentRef] = Field(min_length=1)
+    hostnames: list[str] = []
+    rules: list[_RouteRule]
+
+
+class HttpRoute(_Fields):
+    """gateway-api.sigs.k8s.io/reference/spec, gateway.networking.k8s.io/v1."""
+
+    apiVersion: Literal["gateway.networking.k8s.io/v1"]
+    kind: Literal["HTTPRoute"]
+    metadata: _Metadata
+    spec: _HttpRouteSpec
+
+
 CUSTOM: dict[str, type[BaseModel]] = {
+    "HTTPRoute": HttpRoute,
+    "InferencePool": InferencePool,
     "LeaderWorkerSet": LeaderWorkerSet,
     "PodMonitor": PodMonitor,
     "PrometheusRule": PrometheusRule,

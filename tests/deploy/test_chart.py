@@ -20,6 +20,7 @@ from tests.deploy.custom_resources import CUSTOM
 from tests.deploy.golden import CASES, golden_file, read_values
 
 VERSIONS = ("1.33", "1.37")
+GATEWAY = {"enabled": True, "parentRefs": [{"name": "g"}], "endpointPicker": {"name": "p"}}
 INCREMENTAL = {"strategy": "NewClusterWithIncrementalUpgrade", "gatewayClassName": "istio"}
 
 
@@ -325,6 +326,7 @@ def test_containers_may_do_little() -> None:
         ({"target": {"shmSize": "8 Gi"}}, "/target/shmSize"),
         ({"modelCache": {"size": "500Gib"}}, "/modelCache/size"),
         ({"prometheusRules": {"enabled": "on"}}, "/prometheusRules/enabled"),
+        ({"gateway": {"endpointPicker": {"failureMode": "Open"}}}, "/gateway/endpointPicker/failureMode"),
     ],
 )
 def test_a_wrong_value_is_refused_by_name(values: dict[str, Any], named: str) -> None:
@@ -355,6 +357,10 @@ def test_a_wrong_value_is_refused_by_name(values: dict[str, Any], named: str) ->
         ({"tls": {"tokenSecret": "t"}}, "tls.tokenSecret t: a token needs certificates"),
         ({"tls": {"secretName": "t"}}, "tls.serverName"),
         ({"router": {"tlsSecret": "t"}, "podMonitor": {"enabled": True}}, "router.tlsServerName"),
+        ({"gateway": GATEWAY | {"parentRefs": []}}, "gateway.parentRefs"),
+        ({"gateway": GATEWAY | {"endpointPicker": {}}}, "gateway.endpointPicker.name"),
+        ({"gateway": GATEWAY, "mode": "ray"}, "gateway.enabled: in mode ray"),
+        ({"gateway": GATEWAY, "router": {"tlsSecret": "t"}}, "router.tlsSecret t"),
         ({"mode": "ray", "ray": {"upgrade": INCREMENTAL}}, "ray.autoscaling.enabled"),
         (
             {
@@ -391,3 +397,14 @@ def test_the_schema_and_the_defaults_are_those_of_the_declarations() -> None:
     defaults = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
     assert Values.model_validate(defaults) == Values()
     assert defaults | {"config": None} == Values().model_dump(mode="json") | {"config": None}
+
+
+def test_a_gateways_pool_has_the_pods_and_the_port_of_the_routers() -> None:
+    documents = render({"gateway": GATEWAY})
+    pool = find(documents, "InferencePool", "demo")
+    (template,) = pods(find(documents, "Deployment", "demo-router"))
+    assert template["metadata"]["labels"].items() >= pool["spec"]["selector"]["matchLabels"].items()
+    (port,) = template["spec"]["containers"][0]["ports"]
+    assert pool["spec"]["targetPorts"] == [{"number": port["containerPort"]}]
+    (rule,) = find(documents, "HTTPRoute", "demo")["spec"]["rules"]
+    assert rule["backendRefs"][0]["name"] == pool["metadata"]["name"]
