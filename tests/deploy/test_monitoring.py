@@ -19,6 +19,8 @@ from deploy.grafana.dashboards import DASHBOARDS, FOLDER, Dashboard, to_json
 from services.launch.local import LocalCluster, free_ports
 from services.prove.client import ask_all
 from tests.system.conftest import READY_TIMEOUT_SECONDS
+from tests.vllm_metrics import DASHBOARDS as VLLM_DASHBOARDS
+from tests.vllm_metrics import ENGINES, PICKER
 from tests.waiting import eventually
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -149,6 +151,19 @@ def test_every_query_of_every_panel_returns_data(monitored: Monitored, dashboard
         return [query for query in dashboard.queries() if not monitored.query(query)]
 
     assert eventually(lambda: not unanswered(), 30), unanswered()
+
+
+@needs_prometheus
+def test_other_dashboards_and_pickers_find_their_series(monitored: Monitored) -> None:
+    wanted = {
+        *(f'{name}{{model_name!="",engine="router"}}' for name in (*VLLM_DASHBOARDS, *PICKER)),
+        *(f'{name}{{model_name!="",engine="0"}}' for name in ENGINES),
+    }
+
+    def missing() -> list[str]:
+        return [query for query in sorted(wanted) if not monitored.query(query)]
+
+    assert eventually(lambda: not missing(), 30), missing()
 
 
 @needs_prometheus
