@@ -194,7 +194,7 @@ class SpeculativeSequence:
             self.awaited_since, self.is_late = now, False
 
     def _within_limits(self, proposal: Proposal, stats: CoordinatorStats) -> Proposal:
-        """Returns `proposal` without the tokens beyond the limit for drafters."""
+        """Returns `proposal` cut to the number of tokens that the window allows; counts the excess."""
         most = self.window if proposal.parents is None else _MAX_WIDTH * self.window
         num_excess = len(proposal.token_ids) - most
         if num_excess <= 0:

@@ -252,7 +252,10 @@ class Drafter(ABC):
         """
 
     def num_rows(self, sequence: DraftSequence, node: int) -> int:
-        """Returns the rows of a step that extends `sequence` at `node`, whose tokens before the tree are computed."""
+        """Returns the number of rows that extending `sequence` at `node` adds to a step.
+
+        Assumes that the tokens before the tree are computed.
+        """
         if not self.is_one_pass:
             return 1
         return sequence.depth(node) + sequence.num_drafts_after(node, self.max_model_len) - (node >= 0)

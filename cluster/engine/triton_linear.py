@@ -22,7 +22,7 @@ class FixedOrderLinear:
 
 
 class FixedOrderWeightFormat:
-    """Weights for products in a fixed order (a `WeightFormat`). Raises ConfigurationError if they are quantized."""
+    """A `WeightFormat` for products that sum in a fixed order. Raises ConfigurationError for quantized weights."""
 
     def make_linear(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None = None) -> Linear:
         if isinstance(weight, QuantizedWeight):

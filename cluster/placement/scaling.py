@@ -111,7 +111,7 @@ class Scaler:
         room = self._room(draft_loads)
 
         def rate(num_workers: int) -> float:
-            """Returns the rate of all busy targets, in units of one without drafts."""
+            """Returns the total rate of the busy targets; a target without drafts counts 1."""
             if not num_workers:
                 return float(sum(demand.num_sequences > 0 for demand in demands))
             batch = num_sequences / num_workers

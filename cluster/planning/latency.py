@@ -93,7 +93,7 @@ def latency(load: StepLoad, acceptance_rate: float, num_speculative_tokens: int,
 
 
 def _first_token(load: StepLoad) -> Iterator[tuple[float, float]]:
-    """Yields seconds and their probabilities."""
+    """Yields possible times to the first token in seconds, with their probabilities."""
     if load.is_alone:
         yield load.seconds[1], 1.0
         return

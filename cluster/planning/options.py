@@ -1,4 +1,4 @@
-"""The options to place a draft, for the given models and GPUs."""
+"""Alternative placements of a draft (`Option`), for given models and GPUs."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Over(BaseException):
 
 
 class Turns:
-    """Order of several targets' clocks and of single events. `run` may be called once."""
+    """Runs several targets' step loops and single events in the order of their times. `run` may be called once."""
 
     def __init__(self) -> None:
         self.clocks: list[TargetTime] = []

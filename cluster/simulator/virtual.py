@@ -31,7 +31,7 @@ def simulated_request(
 ) -> GenerationRequest:
     """Returns a request to a simulated target, whose answer depends on `seed` alone.
 
-    Without `token_ids` its prompt has `prompt_len` tokens, and no keys and values in common with another request.
+    Without `token_ids` its prompt has `prompt_len` tokens, and shares no KV with other requests.
     """
     return GenerationRequest(
         request_id=str(seed),

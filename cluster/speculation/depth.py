@@ -269,9 +269,9 @@ class _Search:
     def _wait_seconds(
         self, taken: npt.NDArray[np.bool_], depth_of: IntArray, place: IntArray, link_of: IntArray
     ) -> FloatArray:
-        """Returns the wait of a step for all tokens up to each one, in seconds, [limits, tokens].
+        """Returns a step's wait in seconds if it verifies the tokens up to each position, [limits, tokens].
 
-        It is the wait for the slowest link.
+        The slowest link determines it.
         """
         wait = np.zeros(taken.shape)
         for link, costs in enumerate(self._costs):

@@ -180,7 +180,7 @@ def _best_by_kernel(
 
 
 def _shaped_rows(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> torch.Tensor | None:
-    """Returns shaped copies of the rows that a request shapes beyond their temperature; None if there are none."""
+    """Returns shaped copies of the rows of requests with `is_shaped`; None if there are none."""
     shaped_requests: list[SampleRequest] = []
     rows: list[int] = []
     start = 0

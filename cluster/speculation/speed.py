@@ -62,7 +62,7 @@ def round_seconds(drafting: float, verify: float, round_trip: float = 0.0, *, ov
 
 @dataclass(frozen=True, slots=True)
 class RoundCosts:
-    """Durations of a round's parts, all in one unit."""
+    """Durations of a round's parts, whatever the number of rows; all in one unit."""
 
     draft_token: float  # the draft's time for one token
     verify: float  # the target's verify step
@@ -130,8 +130,8 @@ class Speed:
     def by_depth(self, survival: FloatArray, wait_seconds: FloatArray) -> FloatArray:
         """Returns the rates with 1, 2, ... drafts; 0 if a wait exceeds its limit or a step has no room for the rows.
 
-        The last axis of `wait_seconds` is the depth; other axes are alternatives. Until a step's time is known, only
-        the wait counts, which still compares draft workers.
+        The last axis of `wait_seconds` is the depth; other axes are alternatives. Until a step's time is known, a rate
+        is tokens per second of waiting, which is only good for comparing draft workers.
         """
         depths = np.arange(1, len(survival) + 1)
         tokens = 1.0 + np.cumsum(survival)

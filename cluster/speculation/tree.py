@@ -36,7 +36,7 @@ AcceptanceTable = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class RoundTime:
-    """Durations of a round's parts, all in one unit."""
+    """Durations of a round's parts, by the number of rows; all in one unit."""
 
     draft: Callable[[int], float]  # time of a draft step with that number of rows
     verify: Callable[[int], float]  # time of a target step with that number of rows of this sequence

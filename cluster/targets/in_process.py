@@ -239,7 +239,7 @@ def _compute_with(num_threads: int | None, is_ready: threading.Event) -> None:
 def _keeping_threads() -> Iterator[None]:
     """Restores the number of compute threads on exit, for this thread and for threads that start later.
 
-    A thread that sets its own number would otherwise change theirs too.
+    A thread that sets its own number also sets the default of threads that start later.
     """
     num_threads = torch.get_num_threads()
     try:

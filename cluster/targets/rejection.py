@@ -17,7 +17,7 @@ from cluster.targets.token_generator import Generation, Scheduled
 
 @dataclass(slots=True)
 class _Cache:
-    """KV of one sequence that the copy of the draft has computed."""
+    """The KV cache of one sequence in the copy of the draft."""
 
     block_table: list[int]
     num_computed_tokens: int = 0  # committed tokens

@@ -104,4 +104,4 @@ def _server_class(host: str, port: int, context: Callable[[], ssl.SSLContext] | 
 
 class _SilentHandler(WSGIRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing."""
+        """Discards the line that the base class would print for each request."""

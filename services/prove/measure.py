@@ -79,7 +79,7 @@ class Results:
         ]
 
     def differences(self) -> dict[str, Differences]:
-        """Compares answers of Outrider's systems with the first answer to the same prompt.
+        """Compares the answers of each system, except `STOCK`, with the first answer to the same prompt.
 
         The answer to a prompt and its seed should depend neither on the placement nor on the number of streams.
         """

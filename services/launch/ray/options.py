@@ -23,7 +23,7 @@ _ENVIRONMENT = {"GRPC_ENABLE_FORK_SUPPORT": "0"}
 
 @dataclass(frozen=True, slots=True)
 class DeploymentOptions:
-    """Arguments of `serve.deployment`. `name` is the pool's, or `draft-NAME` of `ray.further_drafts`."""
+    """Arguments of `serve.deployment`. `name`: the pool, or `draft-NAME` for the entry NAME of `ray.further_drafts`."""
 
     name: str
     num_replicas: int

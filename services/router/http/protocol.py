@@ -9,9 +9,9 @@
 | sends requests without waiting for answers | closed beyond a few |
 | does not read its answer | closed |
 
-The module `body` enforces the deadline of a body where it reads it. If a request is answered before its body is
-complete, the connection stays open for a moment and the rest is discarded: if it were closed at once, a client that is
-still sending would lose the answer.
+The module `body`, which reads bodies, enforces their deadline. If a request is answered before its body is complete,
+the connection stays open for a moment and the rest is discarded: if it were closed at once, a client that is still
+sending would lose the answer.
 """
 
 from __future__ import annotations

@@ -148,9 +148,9 @@ class _Viewer:
 
 
 def _flat(num_tokens: int, rounds: Sequence[RoundCounts]) -> list[int]:
-    """Returns the numbers of drafted and accepted tokens of each step, in order.
+    """Returns a flat list of two numbers for each step, in order: drafted and accepted tokens.
 
-    n plain decodes in a row are one entry: 0 and n.
+    n plain decodes in a row are merged into one pair: 0 and n.
     """
     flat: list[int] = []
     end = 0
