@@ -39,7 +39,7 @@ from cluster.simulator.cluster import Choose, InFlight, MeasuredSpan, SimulatedC
 from cluster.simulator.drafts import VOCAB_SIZE
 from cluster.simulator.traffic import Arrival, EndedRequest
 from services.router.targets.affinity import CHOICES, RoutingKey
-from services.router.targets.prefixes import CHUNK_TOKENS, SentPrefixes
+from services.router.targets.prefixes import CHUNK_TOKENS, CachedPrefixes
 
 MODEL, GPUS = "8B", "L40S"
 NUM_TARGETS = 4
@@ -156,10 +156,11 @@ class View:
     """A target as one router sees it."""
 
     address: str
-    prefixes: SentPrefixes
+    prefixes: CachedPrefixes
     num_own: int = 0
     num_others: int = 0  # at the last poll
     queued_tokens: int = 0
+    computing: dict[int, Sequence[int]] = field(default_factory=dict)  # chunks of own turns without a token, by `id`
 
     @property
     def load(self) -> int:
@@ -172,7 +173,7 @@ class Router:
     def __init__(self, arm: str, blocks: int, mean_context: float) -> None:
         chunks = blocks * BLOCK_TOKENS // CHUNK_TOKENS
         self._kv_share = mean_context / (blocks * BLOCK_TOKENS)  # of a sequence
-        self.views = [View(f"10.0.0.{index}:7000", SentPrefixes(chunks)) for index in range(NUM_TARGETS)]
+        self.views = [View(f"10.0.0.{index}:7000", CachedPrefixes(chunks)) for index in range(NUM_TARGETS)]
         self._arm = arm
         self._num_chosen = 0
         self._uncached: dict[int, int] = {}  # tokens to compute of each turn in flight, by its `id`
@@ -182,7 +183,10 @@ class Router:
         self._num_chosen += 1
         views, uncached = self.views, self._uncached
         for view, requests in zip(views, in_flight, strict=True):
-            view.queued_tokens = sum(uncached.get(id(other), 0) for other in requests.without_token.values())
+            waiting = {id(other) for other in requests.without_token.values()}
+            view.queued_tokens = sum(uncached.get(number, 0) for number in waiting)
+            for number in view.computing.keys() - waiting:
+                view.prefixes.add(view.computing.pop(number))
         name = str(turn.conversation.number)
         key = RoutingKey.of(turn.token_ids, opening="", name=name, root="")
         match self._arm:
@@ -218,11 +222,14 @@ class Router:
         key = RoutingKey.of(turn.token_ids, opening="", name="", root="")
         view.num_own += 1
         self._uncached[id(turn)] = key.num_uncached(view)
-        view.prefixes.add(key.hashes)
+        view.computing[id(turn)] = key.hashes
 
     def ended(self, turn: Arrival, index: int) -> None:
-        self.views[index].num_own -= 1
+        view = self.views[index]
+        view.num_own -= 1
         del self._uncached[id(turn)]
+        if id(turn) in view.computing:
+            view.prefixes.add(view.computing.pop(id(turn)))
 
 
 class Routers:

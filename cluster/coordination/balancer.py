@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from cluster.coordination.base import Link
 from cluster.coordination.link_value import LinkValue
 from cluster.coordination.sequence import ActiveLink, SpeculativeSequence
-from cluster.placement.rendezvous import rendezvous_rank
+from cluster.placement.rendezvous import rendezvous_rank, within_bound
 from cluster.speculation.costs import LinkCosts
 from cluster.telemetry.metrics import Reading
 
@@ -84,6 +84,7 @@ class LinkBalancer:
         if not sequence.conversation:
             return min(alike, key=lambda link: len(link.sequences))
         # The worker that drafted for the conversation's earlier turns has their KV, whichever target asked it.
+        alike = within_bound(alike, lambda link: len(link.sequences))
         return max(alike, key=lambda link: rendezvous_rank(sequence.conversation, link.link.address))
 
     def _to_try(self, candidates: Sequence[ActiveLink], alike: Sequence[ActiveLink]) -> ActiveLink | None:

@@ -32,7 +32,9 @@ class RequestTimes:
         self._step_tokens = Tally(_STEP_TOKEN_BUCKETS)
 
     def admitted(self, request_id: str, queue_seconds: float, num_uncached_tokens: int) -> None:
-        """Records an admission, the first of its request, after `queue_seconds` at the target."""
+        """Records an admission after `queue_seconds` at the target; ignores one after a preemption."""
+        if request_id in self._requests:
+            return
         self._requests[request_id] = _Request(self._clock())
         self._queue.observe(queue_seconds)
         self._computed.observe(num_uncached_tokens)

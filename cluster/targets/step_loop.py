@@ -375,12 +375,11 @@ class StepLoop(Target):
         self._release(*(self._generations[request_id] for request_id in aborted & self._generations.keys()))
         admitted = self._scheduler.admit()
         for generation in admitted:
-            if len(generation.token_ids) == len(generation.request.token_ids):  # not again after a preemption
-                self._request_times.admitted(
-                    generation.request.request_id,
-                    time.monotonic() - generation.request.arrived_at,
-                    len(generation.token_ids) - generation.num_computed_tokens,
-                )
+            self._request_times.admitted(
+                generation.request.request_id,
+                time.monotonic() - generation.request.arrived_at,
+                len(generation.token_ids) - generation.num_computed_tokens,
+            )
         traced = [generation.request.request_id for generation in admitted if generation.request.is_traced]
         if traced:
             publish([GenerationOutput.of_admission(request_id) for request_id in traced])

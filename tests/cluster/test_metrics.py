@@ -60,6 +60,7 @@ def test_a_target_measures_its_requests_as_vllm_does() -> None:
     times = RequestTimes(lambda: now)
     for request_id, queued, num_tokens in (("a", 0.25, 700), ("b", 3.0, 0), ("aborted", 0.25, 5)):
         times.admitted(request_id, queued, num_tokens)
+    times.admitted("a", 9.0, 1)  # after a preemption
     times.stepped(705)
     for request_id, seconds in (("a", 0.5), ("b", 1.5), ("a", 1.0)):
         now += seconds

@@ -160,15 +160,17 @@ class ApiEndpoint(abc.ABC, Generic[R]):
         await serving.pool.wait_out_change()
         limits = serving.pool.limits()
         prompts = [request.truncate(prompt, limits.max_model_len) for prompt in prompts]
-        echoes = await run_in_thread_if_large(num_bytes, lambda: self._echoes(request, prompts, limits.vocab_size))
         salt = self._cache_salt(request, scope)
         root = f"{'' if adapter is None else adapter.fingerprint} {salt}"
         name = request.prompt_cache_key or Headers(scope=scope).get("x-session-id") or None  # a header may be empty
-        routing_keys = await run_in_thread_if_large(
-            num_bytes,
-            lambda: [RoutingKey.of(prompt, opening=request.opening, name=name, root=root) for prompt in prompts],
-        )
-        return _Prompts(prompts, routing_keys, salt, echoes)
+
+        def prepare() -> _Prompts:
+            for prompt in prompts:
+                check_prompt(prompt, limits.vocab_size, request.prompt_field)
+            keys = [RoutingKey.of(prompt, opening=request.opening, name=name, root=root) for prompt in prompts]
+            return _Prompts(prompts, keys, salt, self._echoes(request, prompts))
+
+        return await run_in_thread_if_large(num_bytes, prepare)
 
     def _cache_salt(self, request: R, scope: Scope) -> str:
         """Returns the salt of the request's KV.
@@ -179,16 +181,10 @@ class ApiEndpoint(abc.ABC, Generic[R]):
         salt, caller = request.cache_salt or "", caller_of(scope)
         return f"{caller.name} {salt}" if self._serving.salts_by_key and caller is not None else salt
 
-    def _echoes(self, request: R, prompts: list[list[int]], vocab_size: int) -> list[str]:
-        """Returns the text that the choices of each prompt begin with.
-
-        It is the prompt's text if the request has `echo`, else "". Raises InvalidRequestError if a token is not in the
-        vocabulary.
-        """
+    def _echoes(self, request: R, prompts: list[list[int]]) -> list[str]:
+        """Returns the text that the choices of each prompt begin with: the prompt's with `echo`, else ""."""
         if not request.has_echo:
             return [""] * len(prompts)
-        for prompt in prompts:
-            check_prompt(prompt, vocab_size, request.prompt_field)
         decode = self._serving.tokenizer.decode
         return [decode(prompt, skip_special_tokens=request.skip_special_tokens) for prompt in prompts]
 

@@ -69,7 +69,6 @@ def build_choice_requests(
         template.num_speculative_tokens = 0
     choices: list[ChoiceRequest] = []
     for prompt_token_ids, key in zip(prompts, routing_keys, strict=True):
-        check_prompt(prompt_token_ids, limits.vocab_size, request.prompt_field)
         max_tokens = _max_tokens(request, len(prompt_token_ids), limits.max_model_len)
         max_tokens = max(1, max_tokens)  # a request for 0 tokens generates one, which is dropped
         indices = range(len(choices), len(choices) + request.n)

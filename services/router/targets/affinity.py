@@ -15,16 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar
 
-from cluster.placement.rendezvous import rendezvous_rank
-from services.router.targets.prefixes import SentPrefixes, chunk_hashes
+from cluster.placement.rendezvous import rendezvous_rank, within_bound
+from services.router.targets.prefixes import CachedPrefixes, chunk_hashes
 
 _OPENING_TOKENS = 256  # of a prompt without messages: what prompts that continue each other share, most of the time
 # Targets whose work is at most this many times the least are alike. With two routers, later turns find 0.77 of what
 # they could with 1.03, 0.84 with 1.25, 0.89 with 1.5 (`python -m bench.affinity`).
 _ALIKE = 1.5
-# A target gets no more sequences than this many times the mean: bounded loads (Mirrokni et al. 2018). With 1.25 later
-# turns find 3 % less; without a bound a target gets twice the mean where all prompts begin alike.
-_MAX_IMBALANCE = 1.5
 _ANSWER_TOKENS = 100  # rows of an answer, whose length is not known beforehand: the order of magnitude is enough
 
 
@@ -43,7 +40,7 @@ class TargetView(Protocol):
         """Prompt tokens to compute before a new prompt's."""
 
     @property
-    def prefixes(self) -> SentPrefixes: ...
+    def prefixes(self) -> CachedPrefixes: ...
 
 
 T = TypeVar("T", bound=TargetView)
@@ -80,13 +77,13 @@ class RoutingKey:
 
 def least_work(key: RoutingKey, places: Sequence[T]) -> T | None:
     """Returns the one of `places` that gets the prompt of `key`; None if there are none."""
-    most_sequences = _MAX_IMBALANCE * (1 + sum(place.load for place in places))
-    places = [place for place in places if place.load * len(places) < most_sequences]
+    places = within_bound(places, lambda place: place.load)
     if len(places) < 2:
         return places[0] if places else None
     work = [place.queued_tokens + (key.num_uncached(place) + _ANSWER_TOKENS) * (1 + place.load) for place in places]
-    most = _ALIKE * min(work)
-    alike = [place for place, number in zip(places, work, strict=True) if number <= most]
+    least = min(work)
+    most = _ALIKE * least if key.hashes else least  # a prompt without a whole chunk shares nothing
+    alike = [place for place, number in zip(places, work, strict=True) if number == least or number < most]
     return max(alike, key=lambda place: rendezvous_rank(key.conversation, place.address))
 
 

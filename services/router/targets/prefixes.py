@@ -1,8 +1,8 @@
-"""Remembers which target has probably computed which beginnings of prompts.
+"""Remembers which target probably has which beginnings of prompts in its prefix cache.
 
 A prompt is a chain of chunks, each identified by a hash of its tokens and of all tokens before them. For each target a
-router keeps the chunks of the prompts that it sent there, as many as fit the target's KV cache. The one that was sent
-longest ago is forgotten first, of one prompt the last chunk, as in the target's own cache.
+router keeps the chunks of the prompts that were computed there for it, as many as fit the target's KV cache. The oldest
+one is forgotten first, of one prompt the last chunk, as in the target's own cache.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def chunk_hashes(token_ids: Sequence[int], root: str) -> list[int]:
     return hashes
 
 
-class SentPrefixes:
-    """Chunks of the prompts that were sent to one target, the one sent longest ago first."""
+class CachedPrefixes:
+    """Chunks of the prompts that one target has computed, the oldest first."""
 
     def __init__(self, num_chunks: int = 0) -> None:
         self._chunks: OrderedDict[int, None] = OrderedDict()
@@ -49,7 +49,7 @@ class SentPrefixes:
         self._shrink()
 
     def num_tokens(self, hashes: Sequence[int]) -> int:
-        """Returns the number of tokens at the beginning of a prompt that were sent before."""
+        """Returns the number of tokens at the beginning of a prompt that were computed before."""
         chunks = self._chunks
         for number, chunk in enumerate(hashes):
             if chunk not in chunks:
@@ -57,7 +57,7 @@ class SentPrefixes:
         return len(hashes) * CHUNK_TOKENS
 
     def add(self, hashes: Sequence[int]) -> None:
-        """Records that a prompt was sent."""
+        """Records that a prompt was computed."""
         chunks = self._chunks
         for chunk in reversed(hashes):
             chunks[chunk] = None

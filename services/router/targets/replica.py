@@ -25,7 +25,7 @@ from cluster.wire.replies import CallReply
 from protos.speculation.v1 import target_pb2, target_pb2_grpc, types_pb2
 from services.router.targets.affinity import RoutingKey
 from services.router.targets.call_stream import CallStream
-from services.router.targets.prefixes import CHUNK_TOKENS, SentPrefixes
+from services.router.targets.prefixes import CHUNK_TOKENS, CachedPrefixes
 from services.router.targets.traits import Traits
 
 logger = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ class Replica:
         self.status: ReplicaStatus = "down"
         self.problem: str | None = "has not answered yet"  # None: it is up, requests may be sent here
         self.is_next = True  # whether it was not polled yet, or is refused only because it differs from the pool
-        self.prefixes = SentPrefixes()
+        self.prefixes = CachedPrefixes()
         self.queued_tokens = 0  # of our prompts there that have no token of an answer yet, without those it has cached
         self.num_in_flight = 0
         self._num_others = 0  # sequences of other routers there at the last poll
@@ -265,17 +265,15 @@ class Replica:
         del request  # it may be large, and its copy is on the way
         self.num_in_flight += 1
         self._is_idle.clear()
-        num_queued = 0
-        if key is not None:
-            num_queued = key.num_uncached(self)
-            self.prefixes.add(key.hashes)
+        num_queued = 0 if key is None else key.num_uncached(self)
         self.queued_tokens += num_queued
         try:
             while not call.has_ended:
                 reply = await call.take()
-                if num_queued and reply.token_ids:
+                if num_queued and reply.token_ids and key is not None:  # the prompt is computed
                     self.queued_tokens -= num_queued
                     num_queued = 0
+                    self.prefixes.add(key.hashes)
                 yield reply
         finally:
             self.queued_tokens -= num_queued

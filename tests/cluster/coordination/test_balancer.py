@@ -121,6 +121,14 @@ class TestChoice:
             chosen += addresses
         assert len(set(chosen)) == 4
 
+    def test_one_conversation_does_not_fill_one_worker(self, pool: Pool) -> None:
+        links = [pool.link(0.001, address=f"10.0.0.{number}:7000") for number in range(4)]
+        for number in range(64):
+            sequence = new_sequence()
+            sequence.conversation = b"one"
+            pool.open_one(sequence, 0.0)
+            assert max(len(link.sequences) for link in links) <= 1.5 * (number + 1) / 4 + 1
+
     def test_the_nearer_one_is_preferred(self, pool: Pool) -> None:
         near, _ = pool.link(0.001), pool.link(0.020)
         put(near, 5)

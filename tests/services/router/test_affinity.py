@@ -12,7 +12,7 @@ import pytest
 from services.router.api.completions import CompletionRequest
 from services.router.chat.endpoint import ChatRequest
 from services.router.targets.affinity import RoutingKey, least_load, least_work
-from services.router.targets.prefixes import CHUNK_TOKENS, SentPrefixes, chunk_hashes
+from services.router.targets.prefixes import CHUNK_TOKENS, CachedPrefixes, chunk_hashes
 from services.router.targets.replica import Replica
 
 ADDRESSES = [f"10.0.0.{index}:7000" for index in range(8)]
@@ -104,9 +104,9 @@ class TestChoice:
         assert choose(key(), []) is None
 
 
-class TestSentPrefixes:
+class TestCachedPrefixes:
     def test_the_longest_beginning_that_was_sent_is_found(self) -> None:
-        sent, prompt = SentPrefixes(100), list(range(1000))
+        sent, prompt = CachedPrefixes(100), list(range(1000))
         sent.add(chunk_hashes(prompt, ""))
         assert sent.num_tokens(chunk_hashes(prompt, "")) == 1000 // CHUNK_TOKENS * CHUNK_TOKENS
         assert sent.num_tokens(chunk_hashes([*prompt[:200], 7, *prompt[200:]], "")) == 3 * CHUNK_TOKENS
@@ -115,7 +115,7 @@ class TestSentPrefixes:
         assert sent.num_tokens(chunk_hashes(prompt[: CHUNK_TOKENS - 1], "")) == 0
 
     def test_what_was_sent_longest_ago_is_forgotten_first_and_its_end_before_its_beginning(self) -> None:
-        sent = SentPrefixes(15)
+        sent = CachedPrefixes(15)
         prompts = [[number] * 10 * CHUNK_TOKENS for number in range(2)]
         for prompt in prompts:
             sent.add(chunk_hashes(prompt, ""))
@@ -124,7 +124,7 @@ class TestSentPrefixes:
         assert [sent.num_tokens(chunk_hashes(prompt, "")) // CHUNK_TOKENS for prompt in prompts] == [0, 4]
 
     def test_memory_stays_bounded(self) -> None:
-        sent = SentPrefixes(10**9)
+        sent = CachedPrefixes(10**9)
         for start in range(0, 2**17, 1000):
             sent.add(range(start, start + 1000))
         assert len(sent) == 2**16
