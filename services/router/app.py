@@ -47,6 +47,7 @@ from services.router.openapi.routes import OpenApi
 from services.router.operators.adapters import AdapterCalls
 from services.router.operators.health import Health
 from services.router.operators.pool_metrics import PoolMetrics
+from services.router.operators.routing import RoutingCall
 from services.router.operators.switch import SpeculationSwitch
 from services.router.operators.traffic_log import TrafficLog
 from services.router.page.feed import Feed
@@ -65,11 +66,8 @@ _PROBED_PATH = "/"  # probed by agents, with HEAD and without a key
 def create_app(config: Config) -> Starlette:
     """Returns the ASGI application for `config`.
 
-    Its `state` has the parts that the operators' application needs: `switch`, `adapters`, `metrics`, `credentials`,
-    `health`. It also has `feed`, which must be closed before the server waits for its requests to end.
-
-    Targets need not be up: `/health` returns 503 until one is. Raises ConfigurationError if, for example, there is no
-    tokenizer, no target to call, or a key file is unreadable.
+    Its `state` has the parts that the operators' application needs: `switch`, `adapters`, `routing`, `metrics`,
+    `credentials`, `health`. It also has `feed`, which must be closed before the server waits for its requests to end.
     """
     if not config.target.addresses:
         raise ConfigurationError("no target to call: set `target.addresses` to [host:port, ...]")
@@ -164,6 +162,7 @@ def create_app(config: Config) -> Starlette:
     app.router.redirect_slashes = False
     app.state.switch, app.state.metrics, app.state.credentials = serving.switch, metrics, credentials
     app.state.adapters, app.state.health = AdapterCalls(serving.pool, model_id), health
+    app.state.routing = RoutingCall(serving.pool)
     app.state.feed = serving.feed
     if origins := config.router.cors_allow_origins:
         # Wraps everything, including the answer to an internal error: without these headers a page cannot read it.

@@ -43,7 +43,9 @@ def run(config: Config) -> int:
         admin_host, _, admin_port = config.router.admin_listen.rpartition(":")
         admin_listener = _listen(admin_host.strip("[]"), int(admin_port), "router.admin_listen")
         state = app.state
-        admin_app = create_admin_app(state.switch, state.metrics, state.credentials, state.adapters, state.health)
+        admin_app = create_admin_app(
+            state.switch, state.metrics, state.credentials, state.adapters, state.health, state.routing
+        )
         admin = _AdminServer(admin_app, Connections.of(config.router, state.metrics), https, admin_listener)
     connections = Connections.of(config.router, app.state.metrics)
     server = _Server(app, connections, https, config.router.drain_seconds, admin, app.state.feed)
@@ -83,7 +85,8 @@ def warn_of_open_doors(config: Config) -> None:
         and not is_loopback(router.admin_listen.rpartition(":")[0])
     ):
         logger.warning(
-            "router.admin_listen %s has no keys: everyone who reaches it can switch speculation and load adapters; "
+            "router.admin_listen %s has no keys: everyone who reaches it can switch speculation and routing, and load "
+            "adapters; "
             "set router.admin_keys_file",
             router.admin_listen,
         )

@@ -19,6 +19,7 @@ from services.router.http.body import read_admin_call
 from services.router.metrics import RouterMetrics
 from services.router.operators.adapters import AdapterCalls
 from services.router.operators.health import Health
+from services.router.operators.routing import RoutingCall
 from services.router.operators.switch import SpeculationSwitch
 
 
@@ -35,8 +36,9 @@ def create_admin_app(
     credentials: Credentials | None = None,
     adapters: AdapterCalls | None = None,
     health: Health | None = None,
+    routing: RoutingCall | None = None,
 ) -> Starlette:
-    """Returns the application of `/admin/speculation`, the calls of `adapters`, `/health` and `/metrics`.
+    """Returns the application of `/admin/speculation`, the calls of `adapters` and `routing`, `/health` and `/metrics`.
 
     `credentials`: the allowed callers; None: everyone.
     """
@@ -63,6 +65,7 @@ def create_admin_app(
             Route("/admin/speculation", show, methods=["GET"]),
             Route("/admin/speculation", change, methods=["PUT"]),
             *(adapters.routes() if adapters is not None else ()),
+            *(routing.routes() if routing is not None else ()),
             *([Route("/health", health.admin, methods=["GET"])] if health is not None else []),
             Route("/metrics", metrics_page, methods=["GET"]),
         ],

@@ -68,7 +68,7 @@ class ReplicaPool:
         self._endpoints = endpoints
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._reference = None if allow_different else Reference()
-        self._routing = routing
+        self.routing = routing
         self._dialer = dialer
         self._polls: dict[Replica, asyncio.Task[None]] = {}  # includes leaving replicas
         self._tasks: set[asyncio.Task[None]] = set()
@@ -179,7 +179,7 @@ class ReplicaPool:
         candidates = alike if self._reference is not None else alike or usable
         if routing_key is None:
             return min(candidates, key=lambda replica: replica.load, default=None)
-        return CHOICES[self._routing](routing_key, candidates)
+        return CHOICES[self.routing](routing_key, candidates)
 
     async def wait_for(
         self,

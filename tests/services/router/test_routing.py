@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Sequence
 
 import grpc
+import httpx
 import pytest
 
 from protos.speculation.v1 import target_pb2
+from services.router.metrics import RouterMetrics
+from services.router.operators.admin import create_admin_app
+from services.router.operators.routing import RoutingCall
+from services.router.operators.switch import SpeculationSwitch
 from services.router.targets.affinity import RoutingKey
 from services.router.targets.prefixes import CHUNK_TOKENS
 from services.router.targets.replica import Replica
+from services.router.targets.replicas import ReplicaPool
 
 from .conftest import Router, ScriptedTarget
 
@@ -45,7 +52,7 @@ def answered_by(targets: list[ScriptedTarget]) -> tuple[int, target_pb2.Generate
 
 
 def test_the_next_turn_goes_where_the_prompt_was_computed(new_router, targets) -> None:
-    """By chance in 1 of 4^8."""
+    """That happens by chance once in 4^8."""
     router = new_router([target.address for target in targets])
     for number in range(8):
         ask(router, prompt_of(number), prompt_cache_key=f"first {number}")
@@ -93,6 +100,26 @@ def test_least_loaded_routing_does_not_look_at_prompts(new_router, targets) -> N
     assert len(indices) > 1
 
 
+def test_operators_switch_the_choice_while_the_router_runs(background) -> None:
+    async def call(routing: str) -> tuple[int, dict[str, str]]:
+        pool = ReplicaPool(no_addresses(), "")
+        metrics = RouterMetrics("m")
+        app = create_admin_app(SpeculationSwitch(100, metrics), metrics, routing=RoutingCall(pool))
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://admin") as client:
+            answer = await client.put("/admin/routing", json={"routing": routing})
+            assert (await client.get("/admin/routing")).json() == {"routing": pool.routing}
+            return answer.status_code, answer.json()
+
+    assert background.run(call("least-loaded")) == (200, {"routing": "least-loaded"})
+    status, answer = background.run(call("fastest"))
+    assert (status, answer["error"]["param"]) == (400, "routing")
+
+
+async def no_addresses() -> AsyncIterator[Sequence[str]]:
+    yield ()
+
+
 @pytest.mark.parametrize("token_id", [-1, 2**31, 2**32, 2**70])
 @pytest.mark.parametrize("fields", [{}, {"echo": True}])
 def test_a_token_outside_the_vocabulary_is_refused(router, token_id, fields) -> None:
@@ -102,7 +129,7 @@ def test_a_token_outside_the_vocabulary_is_refused(router, token_id, fields) -> 
 
 
 class TestReplica:
-    """What a replica remembers of its calls."""
+    """A replica's memory of its calls."""
 
     def test_prompts_count_as_queued_until_their_first_token_and_as_cached_from_then_on(
         self, background, target, tokenizer
