@@ -70,28 +70,28 @@ class RoutingKey:
             digest.update(len(encoded).to_bytes(8, "little") + encoded)
         return cls(len(token_ids), chunk_hashes(token_ids, root), digest.digest())
 
-    def num_uncached(self, place: TargetView) -> int:
-        """Returns the number of its tokens that `place` probably has to compute."""
-        return max(self.num_tokens - place.prefixes.num_tokens(self.hashes), 1)
+    def num_uncached(self, target: TargetView) -> int:
+        """Returns the number of its tokens that `target` probably has to compute."""
+        return max(self.num_tokens - target.prefixes.num_tokens(self.hashes), 1)
 
 
-def least_work(key: RoutingKey, places: Sequence[T]) -> T | None:
-    """Returns the one of `places` that gets the prompt of `key`; None if there are none."""
-    places = within_bound(places, lambda place: place.load)
-    if len(places) < 2:
-        return places[0] if places else None
-    work = [place.queued_tokens + (key.num_uncached(place) + _ANSWER_TOKENS) * (1 + place.load) for place in places]
+def least_work(key: RoutingKey, targets: Sequence[T]) -> T | None:
+    """Returns the one of `targets` that gets the prompt of `key`; None if there are none."""
+    targets = within_bound(targets, lambda target: target.load)
+    if len(targets) < 2:
+        return targets[0] if targets else None
+    work = [one.queued_tokens + (key.num_uncached(one) + _ANSWER_TOKENS) * (1 + one.load) for one in targets]
     least = min(work)
     most = _ALIKE * least if key.hashes else least  # a prompt without a whole chunk shares nothing
-    alike = [place for place, number in zip(places, work, strict=True) if number == least or number < most]
-    return max(alike, key=lambda place: rendezvous_rank(key.conversation, place.address))
+    alike = [target for target, number in zip(targets, work, strict=True) if number == least or number < most]
+    return max(alike, key=lambda target: rendezvous_rank(key.conversation, target.address))
 
 
-def least_load(key: RoutingKey, places: Sequence[T]) -> T | None:
-    """Returns the one of `places` with the fewest sequences; None if there are none."""
-    least = min((place.load for place in places), default=0)
-    alike = (place for place in places if place.load == least)
-    return max(alike, key=lambda place: rendezvous_rank(key.conversation, place.address), default=None)
+def least_load(key: RoutingKey, targets: Sequence[T]) -> T | None:
+    """Returns the one of `targets` with the fewest sequences; None if there are none."""
+    least = min((target.load for target in targets), default=0)
+    alike = (target for target in targets if target.load == least)
+    return max(alike, key=lambda target: rendezvous_rank(key.conversation, target.address), default=None)
 
 
 Routing = Literal["affinity", "least-loaded"]
