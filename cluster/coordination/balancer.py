@@ -1,14 +1,15 @@
 """Assigns sequences to draft workers: the most valuable worker for each sequence, with few moves.
 
-The value of a worker (`link_value.py`) is the tokens per second that its drafts would give, computed from its round
-trip, its speed and its model's acceptance. Before any measurement its place gives the round trip.
+The value of a worker (`link_value.py`) is the tokens per second that the target would reach with its drafts. It is
+computed from the worker's round trip, its speed, and the acceptance of its model. Until the round trip is measured, it
+is estimated from the worker's place.
 
 Some sequences are assigned elsewhere to measure other workers: one to each unmeasured worker, and a configured share to
 the draft models that are not the best.
 
 A worker that stops answering is *ejected*: its sequences move, and it gets none during a pause that doubles each time.
-At most half of the workers are ejected at once, and never the only one, because slow proposals are better than none. A
-worker that answers, but is worth less than another one would be, hands over some of its sequences.
+At most half of the workers are ejected at once, and never the only one, because slow proposals are better than none. If
+a worker answers, but another worker would be more valuable, some of its sequences move to that worker.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from cluster.telemetry.metrics import Reading
 _SILENT_TIMEOUTS = 5.0  # silence, in draft timeouts, after which a worker that owes proposals is ejected
 _EJECT_SECONDS = 2.0
 _MAX_EJECT_SECONDS = 60.0
-_ALIKE = 1.03  # workers whose value is within this share of the best split the sequences evenly
-_WORSE = 1.1  # a worker hands sequences over if another one's value is this many times its own
+_ALIKE = 1.03  # workers share the sequences evenly if the best value is at most this many times theirs
+_WORSE = 1.1  # sequences leave a worker if another worker is at least this many times as valuable
 _BALANCE_SECONDS = 1.0
 _SETTLE_SECONDS = 5.0  # minimum time that a moved sequence stays with its worker
 
 
 class LinkBalancer:
-    """Assigns sequences to the links in `active`, which are up."""
+    """Assigns sequences to the links in `active`. A link must be in `active` only while it is up."""
 
     def __init__(self, max_batch: int, draft_timeout_seconds: float, link_value: LinkValue, trial_share: float) -> None:
         self.active: dict[Link, ActiveLink] = {}
@@ -83,12 +84,12 @@ class LinkBalancer:
             return tried
         if not sequence.conversation:
             return min(alike, key=lambda link: len(link.sequences))
-        # The worker that drafted for the conversation's earlier turns has their KV, whichever target asked it.
+        # The same worker drafts for all turns of a conversation, whichever target serves them: it has their KV.
         alike = within_bound(alike, lambda link: len(link.sequences))
         return max(alike, key=lambda link: rendezvous_rank(sequence.conversation, link.link.address))
 
     def _to_try(self, candidates: Sequence[ActiveLink], alike: Sequence[ActiveLink]) -> ActiveLink | None:
-        """Returns the link that a sequence should try although others are worth more; None if there is no trial.
+        """Returns a link to measure although other links are more valuable; None if no trial is due.
 
         An unmeasured link is tried as soon as another link has sequences.
         """
@@ -113,7 +114,7 @@ class LinkBalancer:
     def to_rearrange(self, now: float) -> list[SpeculativeSequence]:
         """Returns sequences that should leave their draft workers.
 
-        Their workers are silent or worth less than others, or they are chosen to try another worker.
+        A sequence leaves because its worker is silent, because another worker is more valuable, or for a trial.
         """
         if len(self.active) < 2:
             return []
@@ -121,7 +122,7 @@ class LinkBalancer:
         return [*ejected, *self.to_move(now)]
 
     def to_eject(self, now: float) -> list[ActiveLink]:
-        """Ejects the links whose workers owe proposals and are silent, and returns them."""
+        """Ejects the links whose workers owe proposals and are silent. Returns the ejected links."""
         ejected = []
         for link in self.active.values():
             if link.late_since is None and (self._owes_first_answers(link, now) or self._owes_answers(link, now)):
@@ -134,7 +135,7 @@ class LinkBalancer:
             link.owes_since = link.late_since = None
             link.ejected_until = now + min(_EJECT_SECONDS * 2**link.num_ejections, _MAX_EJECT_SECONDS)
             link.num_ejections += 1
-            link.costs = self._new_costs(link.link)  # the old costs do not predict those of the new link
+            link.costs = self._new_costs(link.link)  # the worker's costs may be different when it returns
             link.observed.clear()
             self.num_ejections += 1
             ejected.append(link)
@@ -144,9 +145,9 @@ class LinkBalancer:
         return LinkCosts(self._max_batch, self._max_depth, is_one_pass=link.is_one_pass)
 
     def _owes_first_answers(self, link: ActiveLink, now: float) -> bool:
-        """Returns True if a first answer is overdue.
+        """Returns True if the first answer for a sequence is overdue.
 
-        No step waits for first answers, so none gives up waiting for them.
+        Steps rarely wait for first answers, so `Waits` does not report their links as late.
         """
         limit = now - self._timeout
         return any(
@@ -160,9 +161,10 @@ class LinkBalancer:
         return is_late and any(s.has_answered and s.awaited_since is not None for s in link.sequences.values())
 
     def to_move(self, now: float) -> list[SpeculativeSequence]:
-        """Returns sequences to move, once a second: half of those of the least valuable worker, if another is better.
+        """Returns sequences to move to another worker; empty if the last check was less than a second ago.
 
-        Otherwise returns a sequence that should try another worker, if any.
+        If another worker is clearly more valuable than the worst one, returns half of the worst worker's sequences.
+        Otherwise returns one sequence for a trial, if one is due.
         """
         if now < self._balance_at or len(self.active) < 2:
             return []
@@ -183,16 +185,16 @@ class LinkBalancer:
             default=None,
         )
         if best is not None and self._link_value_of(best, temperature, number) >= _WORSE * values[worst]:
-            # A worker without measurements first has to prove the quality that its place suggests.
+            # The value of an unmeasured worker is estimated from its place: one sequence measures it first.
             return self._send(worst, best, number if best.costs.is_known else 1, now)
         return self._trial(usable, values, now)
 
     def _trial(
         self, usable: Sequence[ActiveLink], values: dict[ActiveLink, float], now: float
     ) -> list[SpeculativeSequence]:
-        """Returns a sequence to move for a trial; none if there is no trial.
+        """Returns one sequence to move for a trial; an empty list if no trial is due.
 
-        Long sequences make new choices rare, so a running one has to move for a trial.
+        While sequences are long, new ones that could try a worker are rare, so a running sequence moves.
         """
         num_sequences = sum(len(link.sequences) for link in usable)
         if not self._num_choices:

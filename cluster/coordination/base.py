@@ -23,11 +23,11 @@ class Link(Protocol):
 
     address: str  # address of the worker; "": the drafter runs in this process
     model: str  # the worker's draft model, as of when the link came up
-    is_one_pass: bool  # its drafter drafts all tokens of a proposal in one step
-    expected_round_trip: float | None  # seconds, estimated from its place; None: unknown
+    is_one_pass: bool  # whether the drafter computes all tokens of a proposal in one step
+    expected_round_trip: float | None  # seconds, estimated from the worker's place; None: unknown
 
     def send(self, request: SpeculateRequest) -> None:
-        """Sends `request`, which belongs to the link afterwards.
+        """Sends `request`. The caller must not use `request` afterwards.
 
         Never blocks; drops the request while the link is down.
         """
@@ -35,7 +35,7 @@ class Link(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LinkEvent:
-    """Something that happened on a link: it went up or down, or a reply came."""
+    """An event on a link: the link went up or down, or a reply came."""
 
     link: Link
     event: LinkState | SpeculateReply
@@ -46,8 +46,8 @@ class LinkPool(ABC):
     """The draft workers that one coordinator may use."""
 
     trial_share: float  # share of the sequences that try draft models other than the best
-    drafts_in_turn = False  # drafters compute in the engine's thread, while it polls with a timeout or lends a turn
-    drafting_seconds = 0.0  # processor time that they used
+    drafts_in_turn = False  # True: drafters compute in the engine's thread, in `lend_turn` and in a `poll` that waits
+    drafting_seconds = 0.0  # processor time that drafters used in the engine's thread
 
     @property
     @abstractmethod
@@ -74,7 +74,10 @@ class LinkPool(ABC):
         """
 
     def lend_turn(self) -> None:  # noqa: B027  # drafters with threads of their own need none
-        """Lets drafters in the engine's thread make owed proposals without a waiting step; one step for prompts."""
+        """Lets drafters in the engine's thread make the requested proposals although no step waits for them.
+
+        They compute at most one step of prompts.
+        """
 
     def readings(self) -> Iterator[Reading]:
         """Any thread."""

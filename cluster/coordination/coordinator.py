@@ -3,17 +3,20 @@
 The engine's thread calls, once a step:
 
     coordinator.plan(decoding, joining)               # chooses depths, opens sequences on draft workers
-    drafts = coordinator.collect(decoding)            # returns the drafts to verify by sequence; waits for proposals
+    drafts = coordinator.collect(decoding)            # waits for proposals; returns the drafts to verify, by sequence
     ...                                               # the step: the sequences' token_ids grow
     coordinator.end(rounds, timing)                   # notifies the drafters at once; defers the rest
 
-and `close` for a sequence that has ended. A sequence without drafts decodes plainly. Nothing here can change a token:
-drafts are only ever compared with the target's choices. An engine that schedules a step while the previous one runs
-calls `plan` before that step ends, and `collect` afterwards. Any other engine calls `begin`, which does both.
+The engine calls `close` for a sequence that has ended. A sequence without drafts decodes plainly. The coordinator can
+not change a token: drafts are only compared with the target's choices. An engine that schedules a step while the
+previous one runs calls `plan` before that step ends, and `collect` afterwards. Any other engine calls `begin`, which
+does both.
 
-Two stretches are critical, because draft or target is idle meanwhile: from the choices to the advances that report
-them (`end`), and from the last awaited proposal to the step's drafts (the end of `collect`). Everything else, such as
-plans and counting, is done in the next `plan`, while the drafters draft; that is also when steps are learned from.
+The code on two paths is critical, because a drafter or the target is idle while it runs:
+- `end`, from the target's choices to the messages that report them to the drafters;
+- the end of `collect`, from the last awaited proposal to the step's drafts.
+
+The next `plan` does all other work, such as planning, counting, and learning from steps, while the drafters draft.
 """
 
 from __future__ import annotations
@@ -56,18 +59,18 @@ class StepTiming:
 
 @dataclass(frozen=True, slots=True)
 class _EndedStep:
-    """A step whose measurements are not yet learned from."""
+    """A step that has ended; `plan` has yet to learn from its measurements."""
 
     rounds: Sequence[Round]
     collected: Mapping[SpeculativeSequence, Drafts]  # the drafts of each sequence
     timing: StepTiming | None
     seconds: float  # since the end of the previous step, or since the step's own start if the engine was idle
     waited_seconds: float
-    is_as_planned: bool  # all of its sequences continued, and it was not a plain measurement step
+    is_as_planned: bool  # all sequences of the step continued, and it was not a plain step (`DepthPlanner`)
 
 
 class Coordinator:
-    """Plans and collects drafts, as described in the module. Not thread-safe: it belongs to the engine's thread."""
+    """Plans and collects drafts, as the module describes. Must only be used by the engine's thread."""
 
     def __init__(
         self,
@@ -105,7 +108,7 @@ class Coordinator:
         self._ended: list[_EndedStep] = []
 
     def know_step_times(self, times: Iterable[tuple[int, float]]) -> None:
-        """Learns from steps that were timed at start. `times`: pairs of rows and seconds."""
+        """Learns the duration of steps that were timed at start. `times`: pairs of rows and seconds."""
         for num_rows, seconds in times:
             self.planner.steps.curve.observe(num_rows, seconds)
 
@@ -117,10 +120,10 @@ class Coordinator:
         return self.collect(decoding)
 
     def plan(self, decoding: Sequence[SpeculativeSequence], joining: Sequence[SpeculativeSequence] = ()) -> None:
-        """Chooses the depths of the next step's sequences, and opens all of them on draft workers.
+        """Chooses the depths of the sequences, and opens those without a drafter on draft workers.
 
-        `decoding` choose a token in that step, `joining` soon will. A sequence that the engine preempts stays open: its
-        proposal still fits when it runs again, and no step waits for it until then.
+        The sequences in `decoding` choose a token in the next step, those in `joining` in a later one. A sequence that
+        the engine preempts stays open: no step waits for its proposal, which still fits when the sequence runs again.
         """
         started_at = time.thread_time()
         self.stats.depths.update([sequence.depth for sequence in self._uncounted])
@@ -135,12 +138,12 @@ class Coordinator:
         self.stats.other_seconds += time.thread_time() - started_at
 
     def depth(self, sequence: SpeculativeSequence) -> int:
-        """Returns the most drafts of `sequence` that the planned step verifies; 0 if none can be ready in time."""
+        """Returns the maximum number of drafts of `sequence` in the planned step; 0 if none can be ready in time."""
         may_come = sequence.link is not None and sequence.has_answered and not sequence.is_late
         return self.planner.verified_depth(sequence) if may_come or sequence.num_ready else 0
 
     def collect(self, decoding: Sequence[SpeculativeSequence]) -> dict[SpeculativeSequence, Drafts]:
-        """Returns the drafts that the planned step verifies after the committed tokens of each of `decoding`.
+        """Returns for each sequence in `decoding` the drafts that the planned step verifies.
 
         Waits for proposals, at most the draft timeout for each. A sequence whose proposal is not worth the wait decodes
         plainly.
@@ -169,9 +172,9 @@ class Coordinator:
         timing: StepTiming | None = None,
         joining: Sequence[SpeculativeSequence] = (),
     ) -> None:
-        """Ends a step that committed `rounds`, which exclude ended sequences; sends one message per link.
+        """Ends a step that committed `rounds`, and sends one message per link. `rounds` excludes ended sequences.
 
-        Also opens those of `joining` that are known to take part from the next step on.
+        Opens the sequences in `joining`, which take part from the next step on.
         """
         started_at, now, planner = time.thread_time(), self._clock(), self.planner
         for ended in rounds:
@@ -201,7 +204,7 @@ class Coordinator:
         self.stats.critical_seconds += time.thread_time() - started_at
 
     def close(self, sequence: SpeculativeSequence) -> None:
-        """Removes `sequence`, which has ended; its drafter is notified with the next message."""
+        """Removes `sequence`, which has ended. The next message to its drafter reports this."""
         self._openings.remove(sequence)
 
     def demand(self) -> DraftDemand | None:
@@ -215,7 +218,7 @@ class Coordinator:
         yield from self._gains.readings()
 
     def _learn(self) -> None:
-        """Learns from the steps since the last plan, and from their drafts."""
+        """Learns from the steps that ended since the last plan, and from the replies of their drafters."""
         ended, self._ended = self._ended, []
         planner = self.planner
         for link in self._balancer.active.values():
@@ -228,7 +231,7 @@ class Coordinator:
             num_committed = sum([len(ended.chosen) for ended in step.rounds])
             if step.is_as_planned and step.rounds and timing.is_pure:
                 planner.observe_speed(step.rounds, step.seconds)
-            # Includes the work between two steps: drafts save it, as they save steps.
+            # Includes the work between two steps: drafts save steps, and so this work too.
             seconds = max(timing.seconds, step.seconds - step.waited_seconds)
             planner.steps.observe_rows(timing.num_rows, timing.num_prompt_tokens, timing.longest_context, seconds)
             planner.steps.observe_prompts(timing.num_prompt_tokens, num_committed, left_some=timing.left_prompts)
@@ -316,7 +319,7 @@ class Coordinator:
 
 
 def _of_drafter(ended: Round, collected: Mapping[SpeculativeSequence, Drafts]) -> Round:
-    """Returns `ended` without the drafts that a grammar added, because these do not measure the drafter."""
+    """Returns `ended` without the drafts that a grammar added, because they do not measure the drafter."""
     proposed, verified = collected.get(ended.sequence), ended.drafts
     if proposed is None or verified is proposed or proposed.parents is not None:
         return ended  # a grammar adds no nodes to a tree

@@ -1,4 +1,4 @@
-"""Decides each sequence's depth, and keeps the measurements for it up to date."""
+"""Decides each sequence's depth, and updates the measurements that the decision needs."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ _PLAN_STEPS = 16  # steps between plans: a plan takes as long as the bookkeeping
 _PLAIN_STEPS = 128  # steps between two plain steps while drafting: at a gain of 2.5, one costs 0.5 % of the tokens
 _PROBE_DEPTH = 3  # draft tokens of a probe: enough to measure how acceptance falls with the position
 _PROBE_SHARE = 0.005  # maximum share of the tokens that probes may cost
-_PROBE_MEMORY = 24.0  # tests per position that are remembered while only probes add some: older results are out of date
+_PROBE_MEMORY = 24.0  # tests per position to remember while only probes add tests: older results are out of date
 
 
 class DepthPlanner:
     """The depth controller with its inputs. Must only be used by the engine's thread.
 
-    Now and then a step is of the less common kind, so that both kinds stay measured. While there are drafts it is a
-    plain step (`is_plain_step`). While there are none it is a *probe*, one real short round of one sequence.
+    Steps with drafts and steps without drafts must both stay measured. While sequences have drafts, an occasional step
+    leaves them out: a *plain step* (`is_plain_step`). While no sequence has drafts, one sequence occasionally gets a
+    short round with drafts: a *probe*.
     """
 
     def __init__(self, config: SpeculationConfig, max_rows: int) -> None:
@@ -37,19 +38,19 @@ class DepthPlanner:
         self.realised = RealisedGain()
         self.opening_depth = config.num_speculative_tokens  # depth of a new sequence
         self.num_planned_rows = 0  # number of sequences in the step of the last plan
-        self.has_drafts = True  # whether the last plan drafts
+        self.has_drafts = True  # whether the last plan gave any sequence drafts
         self.is_plain_step = False  # the current step leaves drafts out
         self.probe: SpeculativeSequence | None = None
         self._opening_template: Template | None = None
-        self._opening_tokens: float | None = None  # expected per round of a new sequence; None before the first plan
-        self._predicted = 0.0  # tokens per second of one sequence, by the last plan; 0: not predicted
+        self._opening_tokens: float | None = None  # expected tokens per round of a new sequence; None before a plan
+        self._predicted = 0.0  # tokens per second of one sequence that the last plan predicts; 0: no prediction
         self._config = config
         self.max_depth = config.max_speculative_tokens
         self.runs_ahead = config.granted_window > 0  # whether drafters draft beyond the proposals they owe
         self._controller = make_controller(config, self.steps)
         self.measures = self._controller.measures
         self._rates: dict[tuple[str, float], PositionRates] = {}  # rates by draft model and temperature
-        self._num_plans = 0  # plans since a draft model or a temperature was new
+        self._num_plans = 0  # plans since a draft model or a temperature appeared for the first time
         self._steps_to_plan = 0.0
         self._steps_to_plain, self._steps_to_probe = _PLAIN_STEPS, 0
         self._num_probes = 0
@@ -57,7 +58,7 @@ class DepthPlanner:
     # Sequences.
 
     def join(self, sequence: SpeculativeSequence) -> None:
-        """Registers `sequence`, which may be drafted for from now on."""
+        """Registers `sequence` for drafting, and gives it a depth until the next plan."""
         self.steps.joined()
         asked = sequence.num_speculative_tokens
         acceptance = SequenceAcceptance(self.rates("", sequence.params.temperature))
@@ -65,26 +66,26 @@ class DepthPlanner:
         if asked is None:
             expected = self._opening_tokens or tokens_per_round(acceptance.survival()[: self.opening_depth])
             sequence.planned(self.opening_depth, self._opening_template, expected)
-            # A sequence that joins only a few others is planned immediately: the last plan does not fit it.
+            # The fewer sequences the last plan had, the less it fits with a new one: the next plan comes sooner.
             self._steps_to_plan -= _PLAN_STEPS / max(1, self.num_planned_rows)
         else:
             depth = min(asked, self.max_depth)
             sequence.planned(depth, None, tokens_per_round(acceptance.survival()[:depth]))
 
     def leave(self, sequence: SpeculativeSequence) -> None:
-        if sequence.acceptance is not None:  # a sequence that never joined leaves no room
+        if sequence.acceptance is not None:  # a sequence that never joined was not counted in `steps`
             self.steps.ended()
-            # Rounds since the last plan are not learned from. Well-drafted answers end within a few deep rounds,
-            # which would make deep drafts look better than they are for the rest: recorded answers at T = 0 were 1, 3
-            # and 1 % slower with them, at 1, 4 and 16 streams.
-            # While there are few measurements they are used: very short answers would provide no others.
+            # Rounds since the last plan are ignored. Well-drafted answers end within a few deep rounds, so these
+            # rounds would make deep drafts look better than they are for other sequences. Learning from them made
+            # recorded answers at T = 0 slower by 1, 3 and 1 % with 1, 4 and 16 streams.
+            # While there are few measurements, the rounds count: very short answers provide no others.
             if sequence.acceptance.shared.num_tests > _PROBE_MEMORY:
                 sequence.left()
         if sequence is self.probe:
             self.probe = None
 
     def rates(self, model: str, temperature: float) -> PositionRates:
-        """Returns the acceptance of drafts by `model` at about this temperature, learned from all sequences."""
+        """Returns the acceptance rates of the drafts of `model` at about this temperature, shared by all sequences."""
         kind = model, kind_of(temperature)
         if kind not in self._rates:
             self._rates[kind] = PositionRates(self.max_depth)
@@ -92,13 +93,13 @@ class DepthPlanner:
         return self._rates[kind]
 
     def survival(self, model: str, temperature: float) -> FloatArray:
-        """Returns the probability that a draft of `model` at depth 1, 2, ... is committed."""
+        """Returns, for depths 1, 2, ..., the probability that a draft of `model` at that depth is committed."""
         return np.asarray(np.cumprod(self.rates(model, temperature).rates), np.float64)
 
     def drafted_by(self, sequence: SpeculativeSequence, model: str) -> None:
-        """Sets the model that drafts, or would draft, for `sequence`, which has joined.
+        """Sets the model that drafts, or would draft, for `sequence`. The sequence must have joined.
 
-        A different model resets the sequence's acceptance.
+        Resets the sequence's acceptance if the model is a different one.
         """
         shared = self.rates(model, sequence.params.temperature)
         assert sequence.acceptance is not None
@@ -125,14 +126,14 @@ class DepthPlanner:
         return self._steps_to_plan <= 0 or not num_rows <= 2 * self.num_planned_rows <= 4 * num_rows
 
     def plan(self, decoding: Sequence[SpeculativeSequence], best: ActiveLink | None, num_rows: int) -> None:
-        """Sets the depths of `decoding`, which are some of the `num_rows` sequences of the next step.
+        """Sets the depths of the sequences in `decoding`. The next step has `num_rows` sequences, these included.
 
-        Assumes that sequences without a link will be drafted for on `best`; None: no link is up.
+        Assumes that sequences without a link will get the link `best`; None: no link is up.
         """
         if not decoding or (self.measures and not self.steps.is_known):
             self._predicted = 0.0
             return
-        # The first rounds teach most, so the first plans follow in quick succession.
+        # The first rounds change the measurements most, so the first plans follow each other after few steps.
         self._num_plans += 1
         self._steps_to_plan, self.num_planned_rows = min(_PLAN_STEPS, 1 + self._num_plans // 2), num_rows
         candidates = []
@@ -165,9 +166,9 @@ class DepthPlanner:
     # Probes.
 
     def _begin_probe(self, decoding: Sequence[SpeculativeSequence]) -> None:
-        """Begins a probe if one is due, and continues one whose round is not over."""
+        """Begins a probe if one is due, or plans the current probe again if its round is not over."""
         if self.probe is not None and self.probe.link is None:
-            self.probe = None  # no draft worker had room since the last plan: try another one
+            self.probe = None  # no draft worker had room since the last plan: try another sequence
         if self.probe is None and self.measures and self._steps_to_probe <= 0:
             free = [sequence for sequence in decoding if sequence.num_speculative_tokens is None]
             if free:
@@ -179,7 +180,7 @@ class DepthPlanner:
             self.probe.acceptance.shared.remember(_PROBE_MEMORY)
 
     def probed(self, *, has_drafts: bool) -> None:
-        """Records a round of the probe's sequence. The probe ends unless its first proposal is still to come."""
+        """Records a round of the probe's sequence. Ends the probe unless the sequence's first proposal is missing."""
         sequence = self.probe
         assert sequence is not None
         if not (has_drafts or (sequence.is_late and sequence.has_answered)):
@@ -202,7 +203,7 @@ class DepthPlanner:
             depth = sequence.useful_depth
         is_free = sequence.num_speculative_tokens is None and self.measures
         if is_free and sequence.link is not None and not sequence.link.has_proposed:
-            depth = min(depth, 1)  # measures what drafts cost, and costs least where they are expensive
+            depth = min(depth, 1)  # one draft measures the cost of drafts, and costs least if drafts are expensive
         return depth, self.shape(sequence, depth) if self.trees.may_branch else None
 
     def shape(self, sequence: SpeculativeSequence, num_drafts: int) -> Shape | None:
@@ -213,9 +214,10 @@ class DepthPlanner:
         return self.trees.shape(num_drafts, lambda: self._round_time(sequence, num_drafts))
 
     def _round_time(self, sequence: SpeculativeSequence, num_drafts: int) -> RoundTime:
-        """Returns the round time by which trees of equally many nodes are compared.
+        """Returns the round time for comparing trees of `num_drafts` nodes.
 
-        These have the same rows, and a level's rows take little time compared with the weights that it reads.
+        All these trees have the same number of rows to verify. The drafter's time for a level is assumed to be the same
+        for any number of nodes, because most of it is spent reading the weights.
         """
         assert sequence.link is not None
         costs = sequence.link.costs
@@ -224,7 +226,7 @@ class DepthPlanner:
         return RoundTime(lambda _: level, lambda _: verify, costs.round_trip_seconds)
 
     def verified_depth(self, sequence: SpeculativeSequence) -> int:
-        """Returns how many of the draft tokens received for `sequence` this step verifies."""
+        """Returns the maximum number of draft tokens of `sequence` that this step verifies."""
         return 0 if self.is_plain_step else sequence.depth
 
     # Learning.
@@ -247,7 +249,10 @@ class DepthPlanner:
         self._controller.observe(outcomes)
 
     def observe_speed(self, rounds: Sequence[Round], seconds: float) -> None:
-        """Learns from a step as planned, without prompts, that took `seconds`, including the wait for proposals."""
+        """Learns from a step that went as planned. `seconds`: its duration, including the wait for proposals.
+
+        The step must not have computed prompts.
+        """
         if not (self.has_drafts and self.steps.is_known):
             return
         num_tokens = sum([len(ended.chosen) for ended in rounds])

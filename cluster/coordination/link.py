@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 _RECONNECT_SECONDS = 0.5  # maximum pause before calling an unreachable worker again: it may return at any time
 _REPAIR_SECONDS = 30.0  # maximum pause if the worker is unusable, or its stream ends right after it is up
 _STABLE_SECONDS = 5.0  # a stream that lived this long did not end because of its first message
-_MAX_OPEN_TOKENS = 2**18  # tokens of 5 bytes in a message; a longer sequence may exceed it: workers take 16 MiB
+_MAX_OPEN_TOKENS = 2**18  # in a message, at up to 5 bytes each; one longer sequence may exceed it: workers take 16 MiB
 _NUM_ROUND_TRIPS = 64
 _LABEL_DIGITS = 8
 _STOPPED = "Cancelling all calls"  # gRPC's message when a server is being shut down
@@ -34,10 +34,10 @@ _DESCRIBE_TIMEOUT_SECONDS = 5.0
 _CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 300),  # `_RECONNECT_SECONDS` comes on top
+    ("grpc.max_reconnect_backoff_ms", 300),  # in addition to `_RECONNECT_SECONDS`
     ("grpc.max_receive_message_length", 16 * 2**20),
-    # A silent worker is noticed in four seconds. Without the last option a ping may stay unanswered for a
-    # minute, and without the one before, a quiet link would send no pings.
+    # The channel detects a silent worker within four seconds. Without `ping_timeout_ms` a ping may stay unanswered for
+    # a minute. Without `max_pings_without_data` an idle link would stop sending pings.
     ("grpc.keepalive_time_ms", 2000),
     ("grpc.keepalive_timeout_ms", 2000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -53,7 +53,7 @@ class LinkTraffic:
     opens: int = 0  # bytes sent to open sequences
     sent: int = 0  # bytes sent otherwise
     received: int = 0  # bytes received
-    codec_seconds: float = 0.0  # time of the links' thread, including the hand-over of replies to the engine's
+    codec_seconds: float = 0.0  # processor time in the links' thread, including the time to queue replies
 
 
 class DraftLink:
@@ -76,7 +76,7 @@ class DraftLink:
         self._notify = notify
         self._dialer = dialer
         self._refusal: str | None = None  # the last logged reason why the link may not come up
-        self._is_unusable = False  # the worker cannot be used as it is, so it is called again later rather than sooner
+        self._is_unusable = False  # True: the worker needs repair, so the link pauses up to `_REPAIR_SECONDS`
         self._outbox: Outbox[SpeculateRequest] | None = None  # set while the stream is up
         self._sent_at = 0.0
         self._round_trips: deque[float] = deque(maxlen=_NUM_ROUND_TRIPS)
@@ -136,7 +136,7 @@ class DraftLink:
                     await asyncio.sleep(backoff.failed(_RECONNECT_SECONDS if is_gone else _REPAIR_SECONDS))
 
     async def _live(self, stub: draft_pb2_grpc.DraftStub) -> float:
-        """Tries once to bring the link up, and keeps it up until it ends. Returns the seconds that it was up."""
+        """Connects once, and serves the link until it goes down. Returns the seconds that the link was up."""
         up_at: float | None = None
         level, cause = logging.INFO, "the worker has stopped"
         self._is_unusable = False
@@ -151,13 +151,13 @@ class DraftLink:
             if up_at is None:
                 self._report(error)
         except ValueError as error:
-            self._is_unusable = True  # it is unlikely to send usable ones soon
+            self._is_unusable = True  # the worker will probably send unusable messages again
             level, cause = logging.ERROR, f"it sent an unusable message: {error}"
         except ConfigurationError as error:
             self._is_unusable = True
             logger.error("%s", error)
         except Exception as error:
-            # If the link's task ended, its drafter would leave the pool without a log line.
+            # The link's task must not end: the pool would lose the worker without a log line.
             logger.exception("the link to draft worker %s failed", self.address)
             level, cause = logging.WARNING, f"{type(error).__name__}: {error}"
         if up_at is None:
@@ -167,7 +167,7 @@ class DraftLink:
         return up_seconds
 
     def _report(self, error: grpc.aio.AioRpcError) -> None:
-        """Logs the failure `error`, as an error only if it is a new refusal, which needs an operator."""
+        """Logs `error`: at level ERROR if it is a new refusal, which an operator must fix, otherwise at DEBUG."""
         refusal = self._dialer.explain(error)
         if refusal is None or refusal == self._refusal:
             logger.debug("draft worker %s: %s", self.address, error.details())
@@ -202,7 +202,7 @@ class DraftLink:
                 self.traffic.received += message.ByteSize()
                 reply = decode_reply(message)
                 held_seconds = 0.0 if reply.timing is None else reply.timing.held_seconds
-                if answer_seconds >= held_seconds:  # otherwise it crossed the last message
+                if answer_seconds >= held_seconds:  # otherwise the reply crossed the last message
                     self._round_trips.append(answer_seconds - held_seconds)
                 self._notify(LinkEvent(self, reply, answer_seconds))
                 self.traffic.codec_seconds += time.thread_time() - started_at

@@ -11,17 +11,17 @@ from cluster.coordination.sequence import ActiveLink
 
 
 class LinkValue:
-    """Predicts from the controller's own measurements: proposal times, and the model's acceptance."""
+    """Predicts the value from measured proposal times and from the measured acceptance of the draft model."""
 
     def __init__(self, planner: DepthPlanner) -> None:
         self._planner = planner
         self.max_depth = max(1, planner.max_depth)
 
     def of(self, link: ActiveLink, links: Iterable[ActiveLink], temperature: float, num_more: int = 0) -> float:
-        """Returns the tokens per second if the whole step were drafted for as on `link`.
+        """Returns the predicted tokens per second if `link` drafted for every sequence of the step.
 
-        `num_more` sequences are added to those of `link`. For a link without measurements the place gives the round
-        trip; all else is taken from the other `links`, first from those of the same model.
+        `num_more`: sequences to add to those of `link`. For a link without measurements, the round trip is estimated
+        from its place, and the other costs are those of another link in `links`, if possible with the same model.
         """
         planner = self._planner
         survival = planner.survival(link.model, temperature)

@@ -24,7 +24,7 @@ _MAX_DEATHS = 2  # a sequence is not opened again after this many links went dow
 
 
 class Openings:
-    """The part of a coordinator that opens sequences; shares the coordinator's other parts."""
+    """Opens a coordinator's sequences on links. The coordinator shares its planner, balancer and stats."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Openings:
         self._wire_ids = itertools.count(1)
 
     def add(self, sequence: SpeculativeSequence) -> None:
-        """Lets `sequence` be drafted for from now on, unless its request set k = 0."""
+        """Registers `sequence` for drafting, unless it is registered or its request set k = 0."""
         if sequence.acceptance is None and sequence.num_speculative_tokens != 0:
             self._planner.join(sequence)
             self._waiting[sequence] = None
@@ -62,12 +62,12 @@ class Openings:
         return sequence.link is not None or sequence in self._waiting
 
     def rearrange(self) -> None:
-        """Takes sequences from draft workers that are silent or worth less than others."""
+        """Takes sequences away from draft workers that are silent or less valuable than others, or for a trial."""
         for sequence in self._balancer.to_rearrange(self._clock()):
             self._leave_link(sequence)
 
     def assign(self) -> None:
-        """Opens the waiting sequences that want drafts."""
+        """Opens the waiting sequences that want drafts on the links that the balancer chooses."""
         if not self._waiting or not self._balancer.active:
             return
         now = self._clock()
@@ -86,7 +86,7 @@ class Openings:
     def turn_away(self, link: ActiveLink, reply: SpeculateReply) -> None:
         """Detaches the sequences that the worker of `link` lost or refused in `reply`.
 
-        They wait for another worker, longer after every refusal.
+        The sequences wait for another worker. The pause before the next opening doubles with every refusal.
         """
         for wire_id in reply.lost | reply.refused:
             sequence = link.sequences.get(wire_id)
@@ -101,9 +101,10 @@ class Openings:
             self.detach(sequence)
 
     def lose(self, link: ActiveLink) -> None:
-        """Lets the sequences of `link`, which is down, wait for another worker.
+        """Detaches the sequences of `link`, which is down, so that they wait for another worker.
 
-        Drafting stops for sequences whose openings may have ended the worker.
+        Drafting stops for a sequence after `_MAX_DEATHS` links in a row went down before they answered its opening,
+        because the opening may be the cause.
         """
         sequences = list(link.sequences.values())
         num_given_up = 0
@@ -134,13 +135,13 @@ class Openings:
         """Releases `sequence` at its drafter, so that it waits for another."""
         link = sequence.link
         if link is not None:
-            link.credit = None  # it has room again, but only the worker can report how much
+            link.credit = None  # the worker has room again; its next reply reports the amount
             link.request.merge(SpeculateRequest(closes={sequence.wire_id}))
         self.detach(sequence)
 
     def _open(self, sequence: SpeculativeSequence, link: ActiveLink, now: float) -> None:
-        # A reply that is on its way could still refer to a reused number.
         self._planner.drafted_by(sequence, link.model)
+        # Never reuse a wire ID: a reply on its way could still refer to its previous sequence.
         sequence.opened(link, next(self._wire_ids))
         num_drafts, shape = self._planner.wanted(sequence)
         link.request.opens[sequence.wire_id] = self._opening(sequence, num_drafts, shape)
@@ -151,7 +152,9 @@ class Openings:
         if self._config.acceptance in ("greedy", "engine"):
             params = replace(params, temperature=0.0)
         elif self._config.acceptance == "rejection":
-            noise_key = noise_key.within(NoiseDomain.DRAFT)  # the noise that drew a draft must not decide on it
+            noise_key = noise_key.within(
+                NoiseDomain.DRAFT
+            )  # the noise that drew a draft must not decide its acceptance
         return Open(
             sequence.wire_id,
             list(sequence.token_ids),

@@ -15,10 +15,11 @@ from cluster.transport.dialing import PLAIN, Dialer
 
 
 class DraftPool(LinkPool):
-    """Links to draft workers, run by an event loop, used by an engine's thread.
+    """Links to draft workers. An event loop runs them; an engine's thread uses them.
 
-    `run` follows `endpoints`: each item is a complete list, of lines as `Endpoint` has them, that replaces the previous
-    one. Events on the links are kept until the engine's thread takes them with `poll`.
+    Each item of the `endpoints` of `run` is a complete list of workers, which replaces the previous list.
+    `Endpoint.parse` defines the format of its lines. The pool keeps the links' events until the engine's thread takes
+    them with `poll`.
 
     `place`: place of the target. `trial_share`: share of its sequences that try draft models that are not the best.
     `dialer`: makes the links' channels.
@@ -37,8 +38,8 @@ class DraftPool(LinkPool):
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._links: dict[str, DraftLink] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        # Not a Condition: its locks are taken in Python. A thread that it wakes soon sleeps again, on
-        # the lock that the links' thread has not released yet.
+        # Not a Condition, which takes its lock in Python: a thread that it wakes sleeps again soon, because the links'
+        # thread has not released the lock yet.
         self._events: queue.SimpleQueue[LinkEvent] = queue.SimpleQueue()
 
     @property
@@ -55,7 +56,7 @@ class DraftPool(LinkPool):
         try:
             async for lines in endpoints:
                 self._follow(lines)
-            await asyncio.Event().wait()  # after the end of the updates the last list stays valid
+            await asyncio.Event().wait()  # the last list stays valid when `endpoints` ends
         finally:
             self._follow(())
 

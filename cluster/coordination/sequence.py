@@ -1,13 +1,13 @@
-"""A sequence in the coordinator, and the link on which it is drafted for.
+"""A sequence in the coordinator, and the link to the worker that drafts for it.
 
-A running sequence may be drafted for by one worker at a time:
+One worker at a time may draft for a running sequence:
 
     joined ──▶ waiting ──opened──▶ asked ──answered──▶ asked ─ ...
                   ▲                  │ gave_up: no step waits for this proposal any more
                   └── detached ◀─────┘ the link is down, the worker refused or lost it, or it moves to another worker
 
-These transitions are the methods below. Nothing outside this module assigns a field of a sequence; other modules only
-read them. (`tests/cluster/coordination/test_ownership.py` enforces this.)
+The methods below make these transitions. Code outside this module only reads the fields of a sequence, and never
+assigns them. (`tests/cluster/coordination/test_ownership.py` enforces this.)
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from cluster.speculation.tree_policy import Template
 from cluster.wire.messages import Advance, Proposal, SpeculateReply, SpeculateRequest
 
 NO_DRAFTS = Drafts()
-_MAX_WIDTH = 64  # nodes of a tree, times the window: the number that a shape may have
+_MAX_WIDTH = 64  # maximum nodes of a tree for each token of the window
 
 
 @dataclass(eq=False, slots=True)
@@ -50,36 +50,36 @@ class SpeculativeSequence:
     cache_root: bytes = b""  # a drafter shares KV only between sequences with the same root
     conversation: bytes = b""  # the same for all turns of a conversation; b"": unknown
 
-    # What is planned for it.
+    # The plan.
     acceptance: SequenceAcceptance | None = None  # None before the sequence has joined
     depth: int = 0  # draft tokens wanted in the next round
     template: Template | None = (
-        None  # the tree of `depth` nodes is cut from it; None: a chain, or the request's own number
+        None  # its first `depth` nodes are the tree to request; None: a chain, or the request's own number
     )
-    expected_tokens: float = 1.0  # mean number of tokens that a round of that depth commits
-    expected_by: Sequence[float] | None = None  # the same for fewer drafts, by their number; None: not computed yet
+    expected_tokens: float = 1.0  # mean number of tokens that a round with `depth` drafts commits
+    expected_by: Sequence[float] | None = None  # mean number for 0, 1, ... drafts; None: not computed yet
 
-    # Where it is drafted for.
+    # The link.
     link: ActiveLink | None = None
     wire_id: int = 0  # the sequence's number on the link, a new one for each opening
-    window: int = 0  # how far past the committed tokens proposals may reach
+    window: int = 0  # maximum number of tokens of a proposal after the committed tokens
     num_refusals: int = 0  # consecutive refusals
     may_open_at: float = 0.0
     num_deaths: int = 0  # consecutive links that went down before they answered an opening
 
     # The round.
-    num_acknowledged: int = 0  # committed tokens that the drafter is known to have
-    num_levels: int = 0  # length of the chain in the requested proposal
+    num_acknowledged: int = 0  # committed tokens that the drafter has acknowledged
+    num_levels: int = 0  # number of levels in the requested proposal; for a chain, its number of tokens
     shape: Shape | None = None  # the shape of the requested tree; None: a chain
     awaited_since: float | None = None  # when the awaited proposal was requested
-    is_late: bool = False  # a step gave up waiting for it
-    has_answered: bool = False  # its drafter answered since the opening, so it has computed the whole prompt
+    is_late: bool = False  # whether a step gave up waiting for the awaited proposal
+    has_answered: bool = False  # whether the drafter answered since the opening, so it has computed the whole prompt
     proposal: Proposal | None = None
-    num_ready: int = 0  # levels of the proposal that have arrived, of those that were requested
+    num_ready: int = 0  # number of the requested levels that have arrived
 
     @property
     def useful_depth(self) -> int:
-        """`depth`, bounded by the drafts that could be committed: the bonus token takes the last place."""
+        """`depth`, limited to the drafts that fit before `max_len`, after the place of the bonus token."""
         return max(0, min(self.depth, self.max_len - len(self.token_ids) - 1))
 
     @property
@@ -89,7 +89,7 @@ class SpeculativeSequence:
     # Planning.
 
     def joined(self, acceptance: SequenceAcceptance, window: int) -> None:
-        """Marks the sequence as running, so that it may be drafted for."""
+        """Marks the sequence as running, so that a worker may draft for it."""
         self.acceptance, self.window = acceptance, window
 
     def drafted_by(self, acceptance: SequenceAcceptance) -> None:
@@ -100,10 +100,10 @@ class SpeculativeSequence:
         self.depth, self.template, self.expected_tokens, self.expected_by = depth, template, expected_tokens, None
 
     def left(self) -> None:
-        """Marks the sequence as ended: nothing more is learned from its rounds."""
+        """Marks the sequence as ended. The planner no longer learns from its rounds."""
         self.acceptance = None
 
-    # Where it is drafted for.
+    # The link.
 
     def opened(self, link: ActiveLink, wire_id: int) -> None:
         """Assigns the sequence to `link`, whose worker gets all its tokens."""
@@ -120,26 +120,26 @@ class SpeculativeSequence:
         self.is_late = False
 
     def lost_its_link(self) -> None:
-        """Detaches the sequence from a link that went down, and whose worker lost the sequence."""
+        """Detaches the sequence from a link that went down; its worker has lost the sequence."""
         self.num_deaths += not self.has_answered
         self.detached()
 
     def turned_away(self, until: float) -> None:
-        """Records that the worker would not, or could not, draft: the sequence is not opened before `until`."""
+        """Records that the worker refused or lost the sequence, which is not opened again before `until`."""
         self.may_open_at = until
         self.num_refusals += 1
 
     def kept_waiting(self, until: float) -> None:
-        """Records that no worker has room: the sequence is not opened before `until`."""
+        """Records that no worker has room for the sequence, which is not opened before `until`."""
         self.may_open_at = until
 
     # The round.
 
     def asked(self, num_drafts: int, shape: Shape | None, now: float) -> None:
-        """Records the request of a proposal with `num_drafts` tokens; with 0 nothing is requested of the drafter.
+        """Records a request for a proposal with `num_drafts` tokens; 0: the drafter gets no request.
 
-        A late proposal stays late until a reply comes. No step waits for the answer to a sequence that was just
-        refused, because the worker will hardly have room so soon.
+        A late proposal stays late until a reply comes. After a refusal, no step waits for the answer to the next
+        opening, because a worker probably has no room so soon.
         """
         if num_drafts == 0:
             self.awaited_since, self.is_late = None, False
@@ -164,9 +164,10 @@ class SpeculativeSequence:
             self.link.request.advances[wire_id] = Advance(wire_id, known, self.token_ids[known:], num_drafts, shape)
 
     def answered(self, proposal: Proposal, now: float, stats: CoordinatorStats) -> None:
-        """Stores `proposal`, as far as it follows the tokens committed since its base.
+        """Stores `proposal` if it agrees with the tokens committed since its base; otherwise counts it as stale.
 
-        A proposal in parts grows. It may grow after everything owed has arrived, because its drafter runs ahead.
+        A proposal may come in parts. Each part extends the stored proposal. Parts may come after all requested tokens
+        have arrived, because the drafter runs ahead.
         """
         if proposal.start:
             grown = None if self.proposal is None else self.proposal.grown(proposal)
@@ -190,7 +191,7 @@ class SpeculativeSequence:
             self.proposal, self.num_ready = proposal, len(path)
         else:
             stats.num_stale_proposals += 1
-        if self.is_late:  # the drafter is alive but behind: newer messages get a timeout of their own
+        if self.is_late:  # the drafter is alive but behind: the timeout for its answers to newer messages starts now
             self.awaited_since, self.is_late = now, False
 
     def _within_limits(self, proposal: Proposal, stats: CoordinatorStats) -> Proposal:
@@ -204,11 +205,11 @@ class SpeculativeSequence:
         return replace(proposal, token_ids=drafts.token_ids, parents=drafts.parents)
 
     def gave_up(self) -> None:
-        """Marks the proposal as late: neither this step nor the next one waits for it."""
+        """Marks the awaited proposal as late: no step waits for it any more."""
         self.is_late = True
 
     def went_on(self) -> None:
-        """Keeps the part of the proposal that follows the tokens committed since."""
+        """Removes from the proposal the tokens committed since its base; drops a proposal that disagrees with these."""
         if self.proposal is not None:
             fits = self.what_fits(self.proposal) or NO_DRAFTS
             left = Proposal(self.wire_id, len(self.token_ids), fits.token_ids, fits.parents)
@@ -219,7 +220,7 @@ class SpeculativeSequence:
         self.proposal, self.num_ready = proposal, 0 if path is None else len(path)
 
     def expected_of(self, num_drafts: int) -> float:
-        """Returns the expected tokens that a round commits with the first `num_drafts` of the planned drafts."""
+        """Returns the expected number of tokens that a round with the first `num_drafts` planned drafts commits."""
         if num_drafts == 0:
             return 1.0
         if num_drafts >= self.depth or self.acceptance is None:
@@ -243,11 +244,11 @@ class SpeculativeSequence:
         return drafts
 
     def _main_path(self, proposal: Proposal, depth: int) -> Drafts | None:
-        """Returns the main path of the valid part, at most `depth` tokens."""
+        """Returns the main path after the committed tokens, at most `depth` tokens; None if it disagrees with them."""
         return proposal.drafts.main_path(depth, self.token_ids[proposal.base :])
 
     def what_fits(self, proposal: Proposal) -> Drafts | None:
-        """Returns `proposal` without the tokens committed since its base; None if it does not begin with these."""
+        """Returns the drafts of `proposal` after the tokens committed since its base; None if they disagree."""
         if proposal.base == len(self.token_ids):  # the usual case
             return proposal.drafts
         return proposal.drafts.after(self.token_ids[proposal.base :])
@@ -264,19 +265,19 @@ class ActiveLink:
     sequences: dict[int, SpeculativeSequence] = field(default_factory=dict)
     request: SpeculateRequest = field(default_factory=SpeculateRequest)
     has_proposed: bool = False  # whether it drafts for any sequence
-    credit: int | None = None  # tokens of new sequences that the worker has room for, as far as is known
-    owes_since: float | None = None  # since when a requested proposal is outstanding, without any reply
-    late_since: float | None = None  # since when a proposal is late, without any reply
-    num_ready: list[int] = field(default_factory=list)  # levels of its drafts that were ready for each sequence's step
-    num_asked: list[int] = field(default_factory=list)  # levels that were requested for each
+    credit: int | None = None  # tokens of new sequences that the worker has room for; None: unknown
+    owes_since: float | None = None  # when the oldest outstanding proposal was requested; reset by any reply
+    late_since: float | None = None  # when a proposal first was late; reset by any reply
+    num_ready: list[int] = field(default_factory=list)  # requested levels that were ready, per sequence and step
+    num_asked: list[int] = field(default_factory=list)  # requested levels, per sequence and step
     observed: list[tuple[float, DraftStep]] = field(default_factory=list)  # replies that `costs` has yet to learn from
     num_ejections: int = 0
     ejected_until: float = 0.0
-    tried_at: int = 0  # number of its last trial
+    tried_at: int = 0  # number of the link's last trial, counted over all links
 
     @property
     def is_guessed(self) -> bool:
-        """True while the round trip is estimated from the worker's place, because nothing was measured yet."""
+        """True if only the worker's place predicts its round trip: no measurements, and no sequences yet."""
         return self.expected_round_trip is not None and not self.costs.is_known and not self.sequences
 
     def send(self) -> None:
@@ -290,14 +291,17 @@ class ActiveLink:
         self.late_since = self.late_since or now
 
     def heard(self, reply: SpeculateReply, answer_seconds: float) -> None:
-        """Learns from `reply`, which came `answer_seconds` after the last message. The caller handles its proposals."""
+        """Updates the link from `reply`, except for the proposals, which the caller handles.
+
+        `answer_seconds`: time between the link's last message and the reply.
+        """
         self.owes_since = self.late_since = None
         self.credit = reply.credit
         self.has_proposed = self.has_proposed or bool(reply.proposals)
         if reply.timing is not None:
             timing = reply.timing
             step = DraftStep(timing.step_seconds, timing.batch, timing.rows or timing.batch, timing.is_first)
-            # A reply held for longer than its round trip crossed the last message, and does not answer it.
+            # If the worker held the reply for longer than `answer_seconds`, the reply crossed the last message.
             if answer_seconds >= timing.held_seconds or not self.costs.is_known:
                 self.observed.append((answer_seconds - timing.held_seconds, step))
             if not self.costs.is_known:

@@ -28,15 +28,16 @@ class SpeculationGain:
         self._planned_at = -_STALE_SECONDS
         self._gains: dict[str, float] = {}
         self._goodputs: dict[str, float] = {}
-        self._costs: dict[str, list[LinkCosts]] = {}  # costs of each model's workers, from the links that were up last
+        self._costs: dict[str, list[LinkCosts]] = {}  # costs of each model's workers; kept while no link is up
         self._demand: DraftDemand | None = None
 
     def planned(
         self, planned: Sequence[SpeculativeSequence], links: Iterable[ActiveLink], num_rows: int, num_draftable: int
     ) -> None:
-        """Updates the estimates after the sequences `planned`, among the `num_rows` of a step, got new depths.
+        """Updates the estimates after a plan for the sequences `planned`; at most once a second.
 
-        `links`: all links that are up. `num_draftable`: number of sequences that would be drafted for if all had room.
+        `links`: all links that are up. `num_rows`: sequences in the step, including `planned`. `num_draftable`:
+        sequences that have a drafter or wait for one.
         """
         now = self._clock()
         if now < self._estimate_at or not self._planner.steps.is_known:
@@ -61,7 +62,7 @@ class SpeculationGain:
             self._demand = DraftDemand(num_draftable, tuple(map(max, zip(*by_batch.values(), strict=True))))
 
     def _now(self, planned: Sequence[SpeculativeSequence]) -> dict[str, float]:
-        """Returns the measured gain by model, in proportion to the mean tokens per round of the model's sequences."""
+        """Returns the gain by draft model: the measured gain, scaled by the mean tokens per round of its sequences."""
         tokens: dict[str, list[float]] = {}
         for sequence in planned if self._planner.has_drafts else ():
             if sequence.link is not None:
@@ -80,7 +81,7 @@ class SpeculationGain:
         depths, every_batch = np.meshgrid(np.arange(1, len(survival) + 1), batches)
         links = self._costs[model]
         waits = np.array([link.wait_seconds(depths, every_batch) for link in links])
-        # Beyond its largest batch a worker's steps seem to cost nothing: use the workers with the largest batches.
+        # A worker's costs are unknown beyond its largest batch, and would seem to be zero: ignore it for these batches.
         seen = np.array([link.largest_batch for link in links])
         knows = seen[:, None] >= np.minimum(batches, seen.max())
         waits = np.where(knows[:, :, None], waits, np.inf).min(axis=0)

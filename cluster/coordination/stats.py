@@ -13,7 +13,7 @@ from cluster.telemetry.metrics import Reading
 class CoordinatorStats:
     """Counters since the start."""
 
-    num_stale_proposals: int = 0  # outdated at arrival: the target chose otherwise, or had passed them
+    num_stale_proposals: int = 0  # outdated at arrival: the target chose other tokens, or more tokens than proposed
     num_late_rounds: int = 0  # steps that gave up waiting for a proposal
     num_invalid_token_ids: int = 0  # drafts outside the target's vocabulary
     num_excess_token_ids: int = 0  # drafts beyond the granted window
@@ -21,10 +21,10 @@ class CoordinatorStats:
     num_lost: int = 0
     num_given_up: int = 0  # sequences that lost every worker that opened them
     num_without_credit: int = 0  # times that no draft worker had room for a sequence
-    depths: Counter[int] = field(default_factory=Counter)  # sequences in steps, by the depth that was wanted
+    depths: Counter[int] = field(default_factory=Counter)  # sequences in steps, by planned depth
     plain_decodes: Counter[str] = field(default_factory=Counter)  # sequences in steps that decoded plainly, by reason
     wait_seconds: float = 0.0  # time that steps waited for proposals
-    # Processor time of the engine's thread in rounds: what a step or a drafter waits for, and the rest.
+    # Processor time of the engine's thread in rounds: the part that a step or a drafter waits for, and the rest.
     critical_seconds: float = 0.0
     other_seconds: float = 0.0
 
@@ -42,7 +42,7 @@ class CoordinatorStats:
         yield counter("outrider_proposals_dropped", dropped, self.num_stale_proposals, reason="stale")
         yield counter("outrider_proposals_dropped", dropped, self.num_invalid_token_ids, reason="vocabulary")
         yield counter("outrider_proposals_dropped", dropped, self.num_excess_token_ids, reason="excess")
-        # `dict` makes an atomic copy: another thread counts.
+        # `dict` makes an atomic copy: the engine's thread updates the counters.
         for depth, count in dict(self.depths).items():
             yield counter("outrider_chosen_depths", "Sequences in steps, by the chosen k.", count, k=str(depth))
         for reason, count in dict(self.plain_decodes).items():

@@ -1,6 +1,7 @@
-"""The last steps of a target and the last answers of its drafters, to show which of them waits for the other.
+"""The last steps of a target and the last answers of its drafters.
 
-Times are of the coordinator's clock, in seconds. The engine's thread writes; any thread may read.
+They show whether the target waits for the drafters or the drafters wait for the target. Times are those of the
+coordinator's clock, in seconds. The engine's thread writes; any thread may read.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ class StepSpan(NamedTuple):
 
 
 class AnswerSpan(NamedTuple):
-    """A drafter's answer, from the last message to it until its reply.
+    """A drafter's answer. `seconds`: time from the last message to the drafter until its reply.
 
-    The part of `seconds` beyond `held_seconds` was spent in the network.
+    Of these `seconds`, the drafter held the answer for `held_seconds`; the rest was spent in the network.
     """
 
     came_at: float
@@ -42,7 +43,7 @@ class AnswerSpan(NamedTuple):
 
 
 class Spans(Generic[T]):
-    """The last spans of one kind, numbered from 0 at the start of the worker."""
+    """The last `_NUM_KEPT` spans of one kind, numbered from 0 in order of arrival."""
 
     def __init__(self) -> None:
         self._kept: deque[tuple[int, T]] = deque(maxlen=_NUM_KEPT)
@@ -52,7 +53,7 @@ class Spans(Generic[T]):
         self._kept.append((next(self._numbers), span))
 
     def since(self, number: int) -> tuple[int, list[T]]:
-        """Returns the kept spans from `number` on, and the number of the next span."""
+        """Returns the number of the next span, and the kept spans from `number` on."""
         kept = list(self._kept)  # an atomic copy: another thread appends
         return kept[-1][0] + 1 if kept else 0, [span for own, span in kept if own >= number]
 
@@ -71,21 +72,21 @@ class Timeline:
 
 
 class News(NamedTuple):
-    """New entries of a timeline since a reader last looked."""
+    """Entries of a timeline that are new since the reader's last call."""
 
     steps: Sequence[StepSpan] = ()
     answers: Sequence[AnswerSpan] = ()
 
 
 class TimelineReader:
-    """Reads timelines one after the other, each span once. For one thread."""
+    """Reads each span of a timeline once. Not thread-safe."""
 
     def __init__(self) -> None:
         self._timeline: Timeline | None = None
         self._next_step = self._next_answer = 0
 
     def news(self, timeline: Timeline) -> News:
-        """Returns the new entries of `timeline`, which may differ from that of the previous call."""
+        """Returns the new entries of `timeline`; all kept entries if it is not the timeline of the previous call."""
         if timeline is not self._timeline:
             self._timeline, self._next_step, self._next_answer = timeline, 0, 0
         self._next_step, steps = timeline.steps.since(self._next_step)

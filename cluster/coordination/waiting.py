@@ -1,4 +1,4 @@
-"""Decides whether a step waits, how long, and for which sequences' proposals."""
+"""Decides whether a step waits for proposals, for which sequences, and for how long."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from cluster.coordination.sequence import ActiveLink, SpeculativeSequence
 from cluster.coordination.stats import CoordinatorStats
 
 _LEAST_WAIT_SECONDS = 1e-4  # minimum time between two checks of whether waiting still pays
-# Share of the tokens that a wait adds which is lost without the wait; late drafts are used in the next step as far as
-# they fit. A 1B draft in INT4 for 8 streams on an A10G: 899 tokens/s counting all of them, 951 counting half.
+# A wait adds tokens to a step. Without the wait only this share of these tokens is lost, because the next step uses
+# late drafts that still fit. A 1B draft in INT4 for 8 streams on an A10G reached 951 tokens/s with this share, and 899
+# tokens/s with a share of 1.
 _LOST_SHARE = 0.5
 
 
 class Waits:
-    """The part of a coordinator that waits for proposals; shares the coordinator's other parts.
+    """Waits for a coordinator's proposals. The coordinator shares its planner, balancer and stats.
 
-    `take_events(seconds)` handles the links' events, waiting up to `seconds`.
+    `take_events(seconds)` waits up to `seconds` for the first event of the links, and handles all events.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class Waits:
         *,
         drafts_in_turn: bool = False,
     ) -> None:
-        """`drafts_in_turn`: drafters compute only while a step waits, so that no wait passes while the target works."""
+        """`drafts_in_turn`: drafters compute only while a step waits, so a proposal's time starts with the wait."""
         self._planner = planner
         self._balancer = balancer
         self._stats = stats
@@ -43,7 +44,7 @@ class Waits:
         self._drafts_in_turn = drafts_in_turn
 
     def wait(self, decoding: Sequence[SpeculativeSequence]) -> None:
-        """Waits until the awaited proposals of `decoding` have come, at most the draft timeout each, if that pays."""
+        """Waits for the awaited proposals of `decoding`, while that pays, and at most the draft timeout for each."""
         for sequence in decoding:
             runs_ahead = sequence.window > sequence.num_levels > 0
             if sequence.link is not None and runs_ahead and sequence.depth > 0 and sequence.has_answered:
@@ -51,7 +52,7 @@ class Waits:
                 sequence.link.num_asked.append(sequence.num_levels)
         awaited = [s for s in decoding if s.is_awaited and s.depth > 0]
         if any(s.awaited_since is None or s.has_answered for s in decoding):
-            # Drafters of new sequences are still computing the prompts: other sequences do not wait for these.
+            # Drafters of new sequences are still computing the prompts: the step does not wait for these proposals.
             for sequence in awaited:
                 if not sequence.has_answered:
                     sequence.gave_up()
@@ -59,7 +60,9 @@ class Waits:
         now = started_at = self._clock()
         lacking = self._lacking(awaited)
         while awaited:
-            is_probe = self._planner.probe in awaited  # the wait is part of what the step may cost
+            is_probe = (
+                self._planner.probe in awaited
+            )  # a probe always waits: `DepthPlanner` counts the wait as its cost
             seconds = self._seconds_to_wait(awaited, now)
             if not is_probe and not self.pays(decoding, awaited, seconds):
                 for link, lacked in lacking.items():
@@ -72,14 +75,14 @@ class Waits:
                 self._take_events(min(deadline - now, max(seconds, _LEAST_WAIT_SECONDS)))
                 now = self._clock()
             awaited = [s for s in awaited if s.is_awaited]
-            # A probe's drafter has more to catch up with than one that drafts all the time, so its times do not count.
+            # A probe's drafter must first catch up with more tokens than usual, so its times do not count.
             for link in lacking.keys() - {s.link for s in awaited} if self._planner.has_drafts else ():
                 link.costs.observe_wait(now - started_at, *lacking.pop(link))
         self._stats.wait_seconds += now - started_at
 
     @staticmethod
     def _lacking(awaited: Sequence[SpeculativeSequence]) -> dict[ActiveLink, tuple[int, int]]:
-        """Returns by link the most levels that a sequence of `awaited` lacks, and the number of these sequences."""
+        """Returns for each link the maximum number of levels that a sequence lacks, and its number of sequences."""
         lacking: dict[ActiveLink, tuple[int, int]] = {}
         for sequence in awaited:
             if sequence.link is not None:
@@ -93,13 +96,13 @@ class Waits:
         awaited: Collection[SpeculativeSequence],
         seconds_to_wait: float,
     ) -> bool:
-        """Returns True if a step after the wait should commit more tokens per second than a step now.
+        """Returns True if a step after the wait should commit at least as many tokens per second as a step now.
 
-        A step now uses the drafts of `awaited` that have arrived. Also returns True if the step waits for these in any
-        case.
+        A step now would use the drafts of `awaited` that have arrived. Returns True without a prediction if nothing is
+        measured, or if all sequences are awaited and all their requests set a number of drafts.
 
-        If drafters run ahead, only a share `_LOST_SHARE` of the tokens that the wait adds counts: drafts that arrive
-        while the step runs can be used in the next one.
+        If drafters run ahead, only a share `_LOST_SHARE` of the tokens that the wait adds counts, because the next step
+        can use drafts that arrive while this step runs.
         """
         steps = self._planner.steps
         if not (self._planner.measures and steps.is_known):
@@ -125,7 +128,7 @@ class Waits:
     def _seconds_to_wait(self, awaited: Sequence[SpeculativeSequence], now: float) -> float:
         """Returns the predicted seconds until the last proposal of `awaited` comes.
 
-        An overdue proposal is expected to take as long again as it is overdue.
+        A proposal that is overdue by some seconds is expected after the same number of seconds.
         """
         batches = Counter(s.link for s in awaited)
         takes: dict[tuple[ActiveLink, int], float] = {}
