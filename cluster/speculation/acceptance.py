@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def count_accepted(draft_token_ids: Sequence[int], choices: Sequence[int]) -> int:
-    """Returns how many leading draft tokens equal the target's choice at their position.
+    """Returns the number of leading draft tokens that equal the target's choice at their position.
 
     `choices[i]` is the target's choice after the prefix and drafts 0 .. i-1, so there is one more choice than
     drafts. A choice is valid only if every draft before it was accepted. The round commits
@@ -24,7 +24,7 @@ def count_accepted(draft_token_ids: Sequence[int], choices: Sequence[int]) -> in
 
 
 def accepted_path(token_ids: Sequence[int], parents: Sequence[int], choices: Sequence[int]) -> list[int]:
-    """Returns the nodes of a tree that the target's choices lead through, from the root on.
+    """Returns the path of nodes that the target's choices confirm, from the root on.
 
     Node 0 is the root: the last committed token. `choices[i]` is the target's choice after node i and the path to
     it. The walk goes to the child that equals the choice. The round commits the choices of the nodes on the

@@ -1,7 +1,8 @@
 """Predicts the share of drafts that a target will accept, from its earlier choices.
 
-A sequence's own history is short, so it only scales the rates of all sequences of its kind: acceptance by position
-(deeper drafts are accepted less often), over a sliding window of rounds.
+Acceptance is measured by position, because deeper drafts are accepted less often. The rates of a position are shared by
+all sequences of a kind, over a sliding window of rounds. A sequence's own history is short, so it only adds a factor on
+these rates.
 """
 
 from __future__ import annotations
@@ -18,26 +19,26 @@ FloatArray = npt.NDArray[np.float64]
 
 _INITIAL_RATE = 0.7  # assumed acceptance of the first position: that of the bundled pair
 _INITIAL_WEIGHT = 4.0  # weight of an assumed rate, in tests
-_WINDOW = 200.0  # tests remembered per position: enough to know a rate within 0.03
-_SEQUENCE_WEIGHT = 8.0  # weight of the shared rates in a sequence's own, in tests
-_SEQUENCE_WINDOW = 96.0  # tests that a sequence remembers: some twenty rounds, as texts change their difficulty
-_MAX_RATE = 0.995  # no draft is certain, however short the history
+_WINDOW = 200.0  # tests remembered per position: enough to measure a rate within 0.03
+_SEQUENCE_WEIGHT = 8.0  # weight of the shared rates in a sequence's own rates, in tests
+_SEQUENCE_WINDOW = 96.0  # tests remembered per sequence: about twenty rounds, because the difficulty of a text changes
+_MAX_RATE = 0.995  # a short history could give a rate of 1, but no draft is certain
 
 
 class PositionRates:
-    """Acceptance rates by position: of a proposal's draft j, given that all drafts before it were accepted.
+    """Acceptance rates by position: the rate of draft j, given that all drafts before it were accepted.
 
     Reading `rates` includes the rounds observed since the last read.
     """
 
     def __init__(self, max_depth: int) -> None:
         self.max_depth = max_depth
-        self.expected: list[float] = []  # accepted drafts, by the number of tested drafts, when `rates` was last read
+        self.expected: list[float] = []  # expected accepted drafts, by number of tested drafts; updated with `rates`
         self._rates: list[float] = []
-        # The first position begins at the assumed rate, which fades like tests do.
+        # The first position begins at the assumed rate, whose weight fades like that of tests.
         self._tested = [_INITIAL_WEIGHT, *[0.0] * max_depth][:max_depth]
         self._accepted = [_INITIAL_WEIGHT * _INITIAL_RATE, *[0.0] * max_depth][:max_depth]
-        # Rounds since the last renewal, by the number of tested and of accepted drafts.
+        # Rounds since `rates` was last read, by the number of tested drafts and by the number of accepted drafts.
         self._rounds_tested = [0] * (max_depth + 1)
         self._rounds_accepted = [0] * (max_depth + 1)
         self._make_rates()
@@ -93,7 +94,7 @@ class SequenceAcceptance:
     """Acceptance of one sequence, as a factor on the `shared` rates."""
 
     shared: PositionRates
-    # Sums over the sequence's own drafts, over a sliding window; the weight of the shared rates is added to both.
+    # Sums over the sequence's own drafts in a sliding window. `factor` adds `_SEQUENCE_WEIGHT` to both.
     _accepted: float = 0.0
     _expected: float = 0.0
 

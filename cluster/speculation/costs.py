@@ -1,7 +1,7 @@
-"""Learns the duration of each part of a round from measured rounds; none is configured.
+"""Learns the duration of each part of a round from measured rounds. No duration is configured.
 
-Two kinds of curves are learned: seconds of the target's step by its rows, and seconds of the draft's step by its rows.
-The rest of a link's time (the network, and the queue behind other targets' work) is one number.
+The seconds of a target's step and the seconds of a drafter's step are learned as curves over the step's rows. The rest
+of a link's time (the network, and the queue behind other targets' work) is one number.
 """
 
 from __future__ import annotations
@@ -19,31 +19,32 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 _SCALE_RATE = 0.1  # learning rate of the factor that all knots of a curve share
-# A knot's learning rate per observation since its last one, and the largest. A step scatters by 6 to 8 %: with a rate
-# of 0.4 a knot followed its last two or three observations, and the ratio of two knots wavered by 6.5 % instead of 3.7.
+# The learning rate of a knot grows by `_KNOT_RATE` with every observation of the curve since the knot was observed, up
+# to `_MAX_KNOT_RATE`. Step times scatter by 6 to 8 %. With a rate of 0.4 a knot followed its last two or three
+# observations, and the ratio of two knots varied by 6.5 % instead of 3.7 %.
 _KNOT_RATE = 0.02
 _MAX_KNOT_RATE = 0.15
-_OBSERVATIONS_PER_FILL = 8  # interpolation takes three times as long as learning, and knots move by a few percent
+_OBSERVATIONS_PER_FILL = 8  # a fill takes three times as long as an observation, which moves knots by a few percent
 _CLIP = 3.0  # a step delayed by a page fault or a neighbour counts as at most three times the expected time
-_LINK_LEARNING_RATE = 0.1  # learning rate per reply: the last ten count most
+_LINK_LEARNING_RATE = 0.1  # learning rate per reply: the last ten replies count most
 _READY_DECAY = 0.98  # decay of the counts of ready drafts, per observed step
-_FIRST_REPLIES = 8  # the median of these is a link's first round trip: one of them may have been delayed
+_FIRST_REPLIES = 8  # a link's first round trip is the median over these replies, because one may have been delayed
 
 
 class LearnedCurve:
-    """Seconds by count: linear between knots at 1, 2, 3, 4, 6, 8, 12, 16, ..., which follow the observations.
+    """Seconds by count: a curve that is linear between knots at 1, 2, 3, 4, 6, 8, 12, 16, ...
 
-    A machine that slows down does so for all counts. So each observation moves all knots by a common factor, and its
-    neighbouring knots by the remaining error. A knot moves faster if it was not observed for long: one plain step
-    among more than a hundred with drafts must weigh as much as a dozen of these.
+    A machine that slows down does so for all counts. So each observation moves all knots by a common factor, and the
+    knots next to its count by the remaining error. A knot moves faster if its last observation is long ago: a single
+    plain step among more than a hundred steps with drafts must weigh as much as a dozen of these.
 
-    The curve never falls: if two knots contradict each other, the one observed last is kept. A knot without
-    observations follows from its neighbours: flat below the first observed knot, and above the last one with the slope
-    of the curve's upper half.
+    The curve never falls: if two knots contradict each other, the one observed last is kept. Knots without observations
+    are interpolated between the observed ones. Below the first observed knot the curve is flat; above the last observed
+    knot it continues with the slope of its upper half.
     """
 
     def __init__(self, maximum: int) -> None:
-        # Lists: mostly single numbers are written and read, for which NumPy takes ten times as long.
+        # Lists, not arrays: most accesses are to single numbers, for which NumPy takes ten times as long.
         self._knots = _knots(maximum)
         self._log_seconds: list[float | None] = [None] * len(self._knots)  # without the common factor
         self._log_scale = 0.0
@@ -73,12 +74,12 @@ class LearnedCurve:
     def _learn(self, knot: int, weight: float, error: float) -> None:
         known = self._log_seconds[knot]
         if known is None:
-            # Starts from the neighbours' prediction: the observation may have been at another count.
+            # The knot starts from the curve's prediction, because the observation may have been at another count.
             self._log_seconds[knot] = math.log(max(self._filled[knot], 1e-9)) + weight * error
             self._fill_at = 0
         else:
             rate = min(_MAX_KNOT_RATE, _KNOT_RATE * (self._num_observations - self._seen_at[knot]))
-            # At first the mean of the observations: a mistimed knot must not persist.
+            # A knot starts as the mean of its observations, so that a delayed first step does not persist.
             rate = max(rate, 1.0 / (1 + self._times_seen[knot]))
             self._log_seconds[knot] = known + rate * weight * error
             if rate >= _MAX_KNOT_RATE:
@@ -131,7 +132,7 @@ class LearnedCurve:
         return known
 
     def _take_common_factor_out(self) -> None:
-        """Moves the knots' mean into the common scale: contradictory knots would otherwise grow without bound."""
+        """Moves the knots' mean into the common factor: contradictory knots would otherwise grow without bound."""
         common = statistics.fmean(seconds for seconds in self._log_seconds if seconds is not None)
         self._log_seconds = [None if seconds is None else seconds - common for seconds in self._log_seconds]
         self._log_scale += common
@@ -144,8 +145,8 @@ class LearnedCurve:
         last = -1  # the last observed knot so far
         self._take_common_factor_out()
         for index, seconds in self._known():
-            # The next observation is compared with the curve as read: if a knot kept the clipped part,
-            # that observation and then the common factor would bring it back.
+            # Store the value that `_known` corrected: errors are measured against it, and the uncorrected value would
+            # return with the next observation of the knot.
             self._log_seconds[index] = math.log(max(seconds, 1e-9))
             if last < 0:
                 filled[:index] = [seconds] * index
@@ -154,7 +155,7 @@ class LearnedCurve:
                 for between in range(last + 1, index):
                     filled[between] = filled[last] + slope * (knots[between] - knots[last])
             filled[index], last = seconds, index
-        half = bisect.bisect_right(knots, knots[last] / 2) - 1  # not the last two: their difference is mostly noise
+        half = bisect.bisect_right(knots, knots[last] / 2) - 1  # the slope between the last two knots is mostly noise
         if 0 <= half < last:
             slope = (filled[last] - filled[half]) / (knots[last] - knots[half])
             for beyond in range(last + 1, len(knots)):
@@ -179,28 +180,28 @@ class DraftStep(NamedTuple):
     seconds: float  # 0: unknown
     batch: int  # sequences
     rows: int  # tokens of these sequences
-    is_first: bool = False  # whether some sequences began a proposal in it
+    is_first: bool = False  # whether some sequences began a proposal in the step
 
 
 class LinkCosts:
     """Predicts the duration of one draft worker's proposals.
 
-    A drafter's step costs by its rows. The first step of a proposal has more than one row per sequence, because the
-    last accepted draft of a round was never an input of the drafter. So a proposal of one token costs more per token
-    than a deeper one, and is a poor predictor of it. A drafter that `is_one_pass` only takes the first step; its
-    duration is that of the recently requested depths.
+    The duration of a drafter's step depends on its rows. The first step of a proposal has more than one row per
+    sequence, because the last accepted draft of a round was never an input of the drafter. So a proposal of one token
+    costs more per token than a deeper proposal, and predicts its duration poorly. A drafter with `is_one_pass` makes
+    the whole proposal in the first step; the duration of this step is learned from the recently requested depths.
     """
 
     def __init__(self, max_batch: int, max_depth: int = 1, *, is_one_pass: bool = False) -> None:
         self.is_one_pass = is_one_pass
-        self.largest_batch = 0  # largest observed step
+        self.largest_batch = 0  # sequences of the largest observed step
         self._draft_step = LearnedCurve(2 * max_batch)  # over its rows
-        self._largest_rows = 1  # largest observed step
-        self._first_rows, self._level_rows = 1.0, 1.0  # per sequence, in the first step of a proposal and in later ones
+        self._largest_rows = 1  # rows of the largest observed step
+        self._first_rows, self._level_rows = 1.0, 1.0  # rows per sequence in the first step of a proposal, and later
         self._overhead: float | None = None  # time of the network and of the queue behind other work
         self._first_overheads: list[float] = []
-        self._waited_share = 1.0  # waits of steps, relative to the expected time of the proposals
-        # By level: sequences whose proposal should reach it, and those whose proposal did when the step could begin.
+        self._waited_share = 1.0  # waits of steps, relative to the predicted time of the proposals
+        # For each level: sequences with a request for that level, and those for which it was ready before a wait.
         self._asked, self._ready = np.full(max_depth, 1e-9), np.zeros(max_depth)
 
     @property
@@ -214,8 +215,8 @@ class LinkCosts:
     def observe_reply(self, overhead_seconds: float, step: DraftStep) -> None:
         """Learns from a reply.
 
-        `overhead_seconds`: time to the reply in addition to the time for which the worker held the request. `step`: the
-        worker's last step.
+        `overhead_seconds`: time from the message to the reply, minus the time for which the worker held the reply.
+        `step`: the worker's last step.
         """
         if step.seconds > 0.0:
             self._draft_step.observe(max(1, step.rows), step.seconds)
@@ -242,7 +243,7 @@ class LinkCosts:
             self._waited_share += _LINK_LEARNING_RATE * (share - self._waited_share)
 
     def observe_ready(self, num_ready: Sequence[int], num_asked: Sequence[int]) -> None:
-        """Learns from the sequences of a step: levels of drafts that were ready before any wait, and requested levels.
+        """Learns from the sequences of a step: levels that were ready before any wait, and requested levels.
 
         Levels are ready before a wait if the drafter ran ahead.
         """
@@ -252,8 +253,8 @@ class LinkCosts:
 
     @property
     def ready_shares(self) -> FloatArray:
-        """Share of steps, for each level from 1 on, in which a draft was ready when the step could begin."""
-        # A level without recent requests counts as ready as often as the previous one, so that it is tried again.
+        """For levels 1, 2, ...: the share of requests for which that level was ready before the step waited."""
+        # A level without recent requests gets the share of the previous level, so that it is tried again.
         shares, before = np.empty(len(self._asked)), self._ready[0] / self._asked[0]
         for level, (asked, ready) in enumerate(zip(self._asked.tolist(), self._ready.tolist(), strict=True)):
             before = shares[level] = min(before, (ready + before) / (asked + 1.0))
@@ -266,7 +267,7 @@ class LinkCosts:
     def wait_seconds(self, depths: IntArray, batches: IntArray) -> FloatArray:
         """Returns the seconds that a step waits until `batches` sequences all have `depths` drafts; 0 at depth 0.
 
-        The wait covers the levels that some of these sequences lack.
+        Levels that are ready for all of these sequences cost no wait.
         """
         batches = np.maximum(batches, 1)
         first, level = (
@@ -286,7 +287,7 @@ class LinkCosts:
         return np.asarray(np.where(depths > 0, self._waited_share * seconds, 0.0))
 
     def proposal_seconds(self, depth: int, batch: int) -> float:
-        """Returns the seconds from a request to its proposal if nothing was drafted ahead."""
+        """Returns the seconds from a request to its proposal if the drafter did not run ahead."""
         if depth == 0:
             return self.round_trip_seconds
         first, level = (self._step_seconds(rows * max(batch, 1)) for rows in (self._first_rows, self._level_rows))
@@ -299,8 +300,9 @@ class LinkCosts:
     def _rows_seconds(self, rows: float | FloatArray) -> FloatArray:
         """Returns the seconds of steps with `rows` rows.
 
-        Assumes that more rows than were ever observed take no longer than the most observed. An underestimated cost is
-        tried and then measured; an overestimated one is never tried.
+        Assumes that a step with more rows than any observed step takes no longer than the largest observed step. If
+        this underestimates the cost, the step is tried and measured; a step with an overestimated cost would never be
+        tried.
         """
         if not self.is_known:
             return np.zeros(np.shape(rows))

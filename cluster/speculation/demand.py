@@ -1,4 +1,4 @@
-"""Predicts the gain of drafts for a target, which decides the number of draft workers."""
+"""Describes the gain that a target expects from drafts. The number of draft workers depends on it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ NUM_BATCHES = 10  # 1, 2, 4, ... 512 sequences per draft worker
 class DraftDemand:
     """Demand of one target for drafts, measured by its controller."""
 
-    num_sequences: int  # number of sequences that drafts may be made for
-    goodputs: tuple[float, ...]  # tokens per second over plain decoding, for 1, 2, 4, ... sequences per draft worker
+    num_sequences: int  # number of sequences that may get drafts
+    goodputs: tuple[float, ...]  # gain with 1, 2, 4, ... sequences per draft worker, as `goodput` returns it
 
     def goodput(self, batch: float) -> float:
-        """Returns the tokens per second over plain decoding with `batch` sequences per draft worker, at least 1.
+        """Returns the ratio of tokens per second with drafts to tokens per second without, at least 1.
 
-        `batch` includes the sequences of other targets.
+        `batch`: number of sequences per draft worker, including those of other targets.
         """
         place = min(max(math.log2(max(batch, 1.0)), 0.0), len(self.goodputs) - 1.0)
         index = min(int(place), len(self.goodputs) - 2)

@@ -1,7 +1,7 @@
-"""Chooses how many draft tokens each sequence gets in the next round, and the shape of their tree.
+"""Chooses the number of draft tokens of each sequence in the next round, and the shape of their tree.
 
-A controller is called every few steps, for all sequences together, because they share the step's time. To add one,
-write a class with `measures`, `choose` and `observe`, and add a line to `make_controller`.
+A controller is called every few steps, for all sequences together, because they share the step's time. To add a
+controller, write a class with `measures`, `choose` and `observe`, and add a line to `make_controller`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(slots=True)
 class Candidate:
-    """A sequence that may be drafted for in the next step."""
+    """A sequence that may get drafts in the next step."""
 
     acceptance: SequenceAcceptance
     max_depth: int
-    costs: LinkCosts | None  # costs of the sequence's link; None: waits are left out
-    fixed_depth: int | None = None  # the request's own depth
+    costs: LinkCosts | None  # costs of the sequence's link; None: no waits are predicted
+    fixed_depth: int | None = None  # depth that the request set; None: the controller chooses
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class NextStep:
 
     candidates: Sequence[Candidate]
     num_rows: int  # rows of the step without drafts
-    templates: Sequence[Template] = ()  # drafts may be trees, cut from one of these templates
-    min_gain: float = 1.0  # least ratio of predicted tokens per second, with drafts over without, to draft
+    templates: Sequence[Template] = ()  # drafts may be trees: the leading nodes of one of these templates
+    min_gain: float = 1.0  # drafts must be predicted to multiply the tokens per second by more than this
 
 
 @dataclass(slots=True)
@@ -50,21 +50,21 @@ class Choice:
     """The depths chosen for the candidates."""
 
     num_drafts: list[int]
-    expected_tokens: list[float]  # tokens that a round of each sequence commits
-    template: Template | None = None  # template for trees of these numbers of nodes; None: chains
-    tokens_per_second: float = 0.0  # predicted, of a step without prompts; 0: not predicted
+    expected_tokens: list[float]  # expected tokens that a round of each sequence commits
+    template: Template | None = None  # drafts are the first `num_drafts` nodes of this template; None: chains
+    tokens_per_second: float = 0.0  # predicted for a step without prompts; 0: no prediction
 
 
 class DepthController(Protocol):
-    # The controller uses measured acceptance and step times, so it starts after a first step was measured; and
-    # some steps are of the kind that it does not choose, so that both kinds stay measured.
+    # Whether the controller uses measured acceptance and step times. If it does, it starts after the first measured
+    # step, and `DepthPlanner` adds plain steps and probes.
     measures: bool
 
     def choose(self, step: NextStep) -> Choice:
-        """Returns the number of draft tokens for each candidate."""
+        """Returns the number of draft tokens for each candidate, with its predictions."""
 
     def observe(self, rounds: Sequence[tuple[int, int]]) -> None:
-        """Learns from the rounds of one step: (drafts, accepted drafts) of each round with drafts."""
+        """Learns from one step. `rounds`: (drafts, accepted drafts) of each round with drafts."""
 
 
 class FixedController:
@@ -85,8 +85,9 @@ class FixedController:
 class ThresholdController:
     """One depth for all sequences, adjusted by the mean acceptance of recent rounds (the published controller).
 
-    Above 0.9 it grows by one, above 0.8 it stays, above 0.6 it shrinks by one (while it is above 3), and otherwise by
-    two. The window of 100 rounds restarts after every change, so that a depth is judged by its own rounds.
+    With an acceptance above 0.9 the depth grows by one, above 0.8 it stays, above 0.6 it shrinks by one unless it is 3
+    or less, and otherwise it shrinks by two. The window of 100 rounds restarts after every change, so that a depth is
+    judged by its own rounds.
     """
 
     measures = False
@@ -125,12 +126,13 @@ class ThresholdController:
 
 
 class GoodputController:
-    """Maximises expected committed tokens over the time of the step, for the step as a whole.
+    """Maximises the expected committed tokens per second of the whole step.
 
-    A draft token is worth the probability that it is committed, and costs what it adds to the step: rows to verify,
-    and time to wait for it. Tokens are taken best first, while the ratio of committed tokens to time grows. The wait
-    depends on the deepest sequence of a link, so this is done under several limits of depth. In a tree the tokens are
-    its nodes and their depth is their level: breadth costs rows, depth costs time to wait.
+    The value of a draft token is the probability that it is committed. Its cost is the time that it adds to the step: a
+    row to verify, and the wait for its proposal. The controller adds tokens in order of value, and keeps the number
+    with the highest ratio of committed tokens to time. The wait depends on the deepest sequence of a link, so this
+    search is repeated under several limits of depth. In a tree, tokens are nodes and their depth is their level:
+    breadth costs rows, depth costs wait.
     """
 
     measures = True
@@ -201,10 +203,11 @@ class _Search:
         self._links = np.array([place_of.get(id(c.costs), -1) for c in candidates], np.int64)
 
     def best(self, template: Template | None, min_gain: float) -> Choice:
-        """Returns the best numbers of drafts, in chains or in trees cut from `template`.
+        """Returns the best numbers of drafts, in chains or in trees of the leading nodes of `template`.
 
-        They are 0 if drafts are not predicted to yield `min_gain` times the tokens per second of no drafts.
-        Considers steps that wait until all sequences have their drafts, and steps that use the drafts that are ready.
+        All numbers are 0 unless drafts are predicted to multiply the tokens per second by more than `min_gain`.
+        Considers steps that wait until all sequences have their drafts, and steps that only use the drafts that are
+        ready.
         """
         num_candidates = len(self._rates)
         worth = np.asarray(
@@ -226,15 +229,16 @@ class _Search:
     def _most(
         self, worth: FloatArray, levels: IntArray, template: Template | None, ready: FloatArray | None
     ) -> tuple[float, IntArray, float]:
-        """Returns the best rate in tokens per second, its numbers of drafts, and tokens per second without prompts.
+        """Returns the best rate, the numbers of drafts that reach it, and their rate in steps without prompts.
 
-        `ready`: the probability that each draft is ready, for steps that do not wait; None for steps that wait.
+        Both rates are in tokens per second. `ready`: the probability that each draft is ready, for steps that do not
+        wait; None for steps that wait.
         """
         place = np.broadcast_to(np.arange(1, worth.shape[1] + 1), worth.shape)
         allowed = place <= self._max_depths[:, None]
         present = np.ones(worth.shape) if ready is None else ready
         worth = worth * present
-        # Stable, and worth never rises along a row: a sequence's tokens keep their order.
+        # The sort is stable and `worth` never rises along a row, so the tokens of a sequence keep their order.
         order = np.argsort(np.where(allowed, -worth, np.inf), axis=None, kind="stable")[: int(allowed.sum())]
         worth, place, present = worth.ravel()[order], place.ravel()[order], present.ravel()[order]
         sequence_of = order // allowed.shape[1]
@@ -269,9 +273,9 @@ class _Search:
     def _wait_seconds(
         self, taken: npt.NDArray[np.bool_], depth_of: IntArray, place: IntArray, link_of: IntArray
     ) -> FloatArray:
-        """Returns a step's wait in seconds if it verifies the tokens up to each position, [limits, tokens].
+        """Returns a step's wait in seconds, [limits, tokens], if it verifies the tokens up to each position.
 
-        The slowest link determines it.
+        The slowest link determines the wait.
         """
         wait = np.zeros(taken.shape)
         for link, costs in enumerate(self._costs):
@@ -282,7 +286,7 @@ class _Search:
             reached = np.maximum.accumulate(np.where(on_link, depth_of[own], 0), axis=1)
             batch = np.cumsum(on_link & (place[own] == 1), axis=1)
             wait[:, own] = costs.wait_seconds(reached, batch)
-        longest: FloatArray = np.maximum.accumulate(wait, axis=1)  # no wait grows with another token on any link
+        longest: FloatArray = np.maximum.accumulate(wait, axis=1)  # the step waits for the slowest link so far
         return longest
 
 

@@ -1,12 +1,13 @@
 """Chooses the depth of drafts that the target's own device makes: one depth for all sequences of a step.
 
-Such a step verifies the drafts of the previous step and then makes those for the next one. Its seconds are fitted by
-least squares, over recent steps that computed no prompts:
+Each step verifies the drafts of the previous step, and then drafts for the next step. A least-squares fit over recent
+steps without prompts predicts its duration:
 
     seconds = fixed + row * rows + [depth > 0] * first + level * depth
 
-The depth with the most expected tokens per second is chosen. The expected tokens of n sequences are n plus the survival
-of each draft up to that depth (Leviathan et al. 2023, equation 1, with measured acceptance by position).
+The chosen depth is the one with the most expected tokens per second. The expected tokens of n sequences are n plus the
+sum of the survival probabilities of all drafts (Leviathan et al. 2023, equation 1, with measured acceptance by
+position).
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from cluster.speculation.acceptance_model import PositionRates, SequenceAcceptan
 
 FloatArray = npt.NDArray[np.float64]
 
-_KEEP = 0.995  # of the sums over steps, per step: about the last 200 count
-_TRIED_STEPS = 20.0  # steps that those tried at start count for, always: they alone have shown every depth
-_MOST_OVER = 3.0  # a step over this many times its predicted seconds was disturbed, and counts as that long
-_LEAST_GAIN = 1.02  # in tokens per second, from which on drafts are made: less is within what the fit is wrong by
-_PLAN_STEPS = 8  # between two plans: a plan takes about as long as vLLM's scheduling of a step
-_PLANS_TO_LOOK = 16  # between plans that draft one token more than pays, as deeper ones may be right by now
-_PLANS_TO_STOP = 32  # in a row that want no drafts, until there are none; and plans of a trial after that
-_PLANS_TO_TRIAL = 512  # between trials: they take 6 % of the steps, and cost a draft each
+_KEEP = 0.995  # decay of the sums per step: about the last 200 steps count
+_TRIED_STEPS = 20.0  # constant weight, in steps, of all steps tried at start: only these covered every depth
+_MOST_OVER = 3.0  # a disturbed step counts as at most this many times its predicted seconds
+_LEAST_GAIN = 1.02  # minimum ratio of tokens per second, with drafts over without: the fit's error is about 2 %
+_PLAN_STEPS = 8  # steps between two plans: a plan takes about as long as vLLM's scheduling of a step
+_PLANS_TO_LOOK = 16  # plans between two that draft one token more than the best depth, to measure its acceptance
+_PLANS_TO_STOP = 32  # plans without drafts in a row after which drafting ends; also the length of a trial in plans
+_PLANS_TO_TRIAL = 512  # plans from one trial to the next: trials cover 6 % of the steps, and draft one token in each
 
 
 class DeviceDepths:
@@ -44,14 +45,14 @@ class DeviceDepths:
         self._num_plans = self._plans_without = 0
 
     def acceptance(self, temperature: float) -> SequenceAcceptance:
-        """Returns the acceptance of a new sequence; the caller observes each round with it."""
+        """Returns the acceptance of a new sequence. The caller must call its `observe` for each round."""
         kind = kind_of(temperature)
         if kind not in self._rates:
             self._rates[kind] = PositionRates(self.max_depth)
         return SequenceAcceptance(self._rates[kind])
 
     def tried(self) -> None:
-        """Ends the trial phase: the steps observed so far tried every depth before the first request."""
+        """Ends the trial phase: the steps so far tried every depth, before the first request."""
         self._sums.weigh(_TRIED_STEPS)
         self._tried, self._sums = self._sums, _Sums()
 
@@ -66,9 +67,9 @@ class DeviceDepths:
     def next_depth(self, sequences: Sequence[SequenceAcceptance]) -> int:
         """Returns the depth of the next drafts for `sequences`, which run or are about to run.
 
-        Drafting begins at once, and ends after many plans that chose no drafts: the draft model's cache then lacks a
-        step of every running sequence, so these get no more drafts. While drafting has ended, a few drafts are tried
-        now and then, as acceptance may have changed.
+        Drafting begins with the first plan that chooses drafts. It ends only after many plans without drafts, because
+        the running sequences then get no more drafts: the draft model's cache lacks their tokens of a step. After that,
+        occasional trials draft one token per step, because acceptance may have changed.
         """
         number = len(sequences)
         self._steps_to_plan -= 1

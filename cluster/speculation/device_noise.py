@@ -1,7 +1,8 @@
 """Computes the shared noise (`cluster.speculation.noise`) on the logits' device, with PyTorch operators.
 
-On a GPU one kernel makes the words. PyTorch has no unsigned 64-bit integers to speak of. int64 wraps in the same way;
-the operations that differ, the right shift and the high half of a product, are composed of 32-bit halves.
+On a GPU one Triton kernel makes the words. Otherwise PyTorch makes them. It supports few operations on uint64, so int64
+is used, which wraps in the same way. The right shift and the high half of a product differ for int64, so both are
+composed from 32-bit halves.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ _has_kernel = importlib.util.find_spec("triton") is not None  # PyTorch's builds
 def gumbel_noise_on(device: torch.device, draws: Sequence[tuple[NoiseKey, int]], num_tokens: int) -> torch.Tensor:
     """Returns `noise.gumbel_noise` as float32 [len(draws), num_tokens], computed on `device`.
 
-    The words are the same bit for bit. The logarithms are the device's, in float64, so the noise rarely differs from
-    another device's, and then only in the last bit. The draws are copied to the device once; nothing is copied back.
+    The words are the same bit for bit. The logarithms are the device's, in float64, so the noise rarely differs between
+    devices, and then only in the last bit. The draws are copied to the device once; nothing is copied back.
     """
     inputs = [(signed_word(key.low), signed_word(key.high), position) for key, position in draws]
     low, high, position = torch.tensor(inputs, dtype=torch.int64, device=device).unbind(1)
@@ -39,7 +40,7 @@ def gumbel_noise_on(device: torch.device, draws: Sequence[tuple[NoiseKey, int]],
 def gumbel_noise_from(low: torch.Tensor, high: torch.Tensor, position: torch.Tensor, num_tokens: int) -> torch.Tensor:
     """Returns the noise of `gumbel_noise_on`, from existing tensors.
 
-    They are int64 [num_draws] each; the keys are the bits of their words.
+    `low`, `high` and `position` are int64 [num_draws]. `low` and `high` have the bits of the keys' unsigned words.
     """
     v = None if position.device.type == "cpu" else _by_kernel(low, high, position, num_tokens)
     if v is None:
@@ -49,7 +50,7 @@ def gumbel_noise_from(low: torch.Tensor, high: torch.Tensor, position: torch.Ten
 
 
 def _by_kernel(low: torch.Tensor, high: torch.Tensor, position: torch.Tensor, num_tokens: int) -> torch.Tensor | None:
-    """Returns the Triton kernel's noise; None without Triton, which is logged once."""
+    """Returns the uniform numbers that the Triton kernel computes; None without Triton. Logs a failure once."""
     global _has_kernel
     if not _has_kernel:
         return None

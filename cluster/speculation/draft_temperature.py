@@ -1,8 +1,8 @@
 """Searches at run time for the draft temperature with the highest acceptance.
 
 A draft model may be less or more certain than its target, so its proposals at the target's temperature are not always
-the target's likeliest choices. A slow search on a grid keeps the best factor: most rounds are drafted with it, one in
-eight with each of its neighbours. It moves when a neighbour's acceptance is higher beyond doubt.
+the target's likeliest choices. A slow search on a grid of factors keeps the best one: six rounds in eight use it, and
+one in eight uses each of its neighbours. The search moves to a neighbour whose acceptance is significantly higher.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 _STEP = 1.15
 _MAX_EXPONENT = 5  # factors from 0.5 to 2
-_TURNS = (0, 0, 0, 1, 0, 0, 0, -1)  # steps of the rounds, relative to the best
+_TURNS = (0, 0, 0, 1, 0, 0, 0, -1)  # offsets from the best exponent, one for each round in turn
 _MIN_TESTED = 400
-_DOUBT = 2.6  # standard errors: one move in 200 that should not have been
+_DOUBT = 2.6  # minimum difference in standard errors: one move in 200 is wrong
 _FORGET = 4000  # tests after which the weight of older ones halves
 
 
@@ -61,7 +61,7 @@ class DraftTemperature:
             self._consider(exponent + 1)
 
     def _consider(self, exponent: int) -> None:
-        """Moves to the neighbour `exponent` if its acceptance is higher beyond doubt."""
+        """Moves to the neighbour `exponent` if its acceptance is significantly higher."""
         best, other = self._counts[self.best], self._counts[exponent]
         if exponent == self.best or min(best.tested, other.tested) < _MIN_TESTED:
             return
@@ -71,5 +71,5 @@ class DraftTemperature:
 
 
 def factor_of(exponent: int) -> float:
-    """Returns the factor between the draft's temperature and the target's."""
+    """Returns the draft's temperature divided by the target's temperature."""
     return float(_STEP**exponent)

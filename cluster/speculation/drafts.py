@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)  # not frozen: one is made per sequence and step, and freezing doubles the time
 class Drafts:
-    """Draft tokens after the last committed one.
+    """Draft tokens after the last committed token.
 
-    In a tree, `parents` contains the index of every token's parent, which comes before the token, or -1 if the parent
-    is the last committed token. None: a chain. So the first n tokens are always valid drafts by themselves.
+    In a tree, `parents` contains the index of every token's parent, or -1 if the parent is the last committed token.
+    None: a chain. A parent comes before its children, so the first n tokens are always valid drafts by themselves.
     """
 
     token_ids: Sequence[int] = ()
@@ -32,7 +32,7 @@ class Drafts:
         return Drafts(self.token_ids[:number], None if self.parents is None else self.parents[:number])
 
     def main_path(self, depth: int, token_ids: Sequence[int] = ()) -> Drafts | None:
-        """Returns the chain from first child to first child, at most `depth` tokens, after committing `token_ids`.
+        """Returns the chain of first children after the committed `token_ids`, at most `depth` tokens.
 
         Returns None if the drafts do not begin with `token_ids`.
         """
@@ -59,13 +59,13 @@ class Drafts:
         return self._where(lambda node: depths[node] <= depth)
 
     def below(self, vocab_size: int) -> Drafts:
-        """Returns the tokens that are in the vocabulary, without those that follow another token."""
+        """Returns the tokens that are in the vocabulary, without descendants of other tokens."""
         if max(self.token_ids, default=0) < vocab_size:
             return self
         return self._where(lambda node: self.token_ids[node] < vocab_size)
 
     def among(self, nodes: Collection[int]) -> Drafts:
-        """Returns `nodes` without those that follow a missing one."""
+        """Returns `nodes`, without those that have an ancestor outside `nodes`."""
         return self._where(lambda node: node in nodes)
 
     def after(self, token_ids: Sequence[int]) -> Drafts | None:
@@ -83,10 +83,10 @@ class Drafts:
         return self._below(node)
 
     def main_path_outcome(self, chosen: Sequence[int]) -> tuple[int, int]:
-        """Returns the outcome of the main path, from first child to first child, as if it were a chain.
+        """Returns the outcome of the chain of first children: its number of tokens, and how many were accepted.
 
-        The outcome is the number of its tokens, and the number of leading ones that equal the tokens `chosen` by the
-        target. The last chosen token is the bonus token.
+        Leading tokens are accepted if they equal the tokens `chosen` by the target. The last chosen token is the bonus
+        token.
         """
         if self.parents is None:
             return len(self.token_ids), len(chosen) - 1
@@ -102,7 +102,7 @@ class Drafts:
         return length, num_accepted
 
     def _walk(self, token_ids: Sequence[int]) -> int | None:
-        """Returns the node that `token_ids` lead to."""
+        """Returns the node at the end of the path `token_ids`; None if the tree lacks this path."""
         assert self.parents is not None
         last, num_found = -1, 0
         for node, parent in enumerate(self.parents):  # a node comes after its parent
@@ -113,12 +113,12 @@ class Drafts:
         return last if num_found == len(token_ids) else None
 
     def _below(self, root: int) -> Drafts:
-        """Returns the subtree below `root`, which becomes the last committed token."""
+        """Returns the descendants of `root`, as drafts after `root`."""
         assert self.parents is not None
         return self._chosen(descendants_of(root, self.parents), root)
 
     def _where(self, is_kept: Callable[[int], bool]) -> Drafts:
-        """Returns the kept drafts, without those that follow a removed one."""
+        """Returns the nodes for which `is_kept` returns True, without descendants of other nodes."""
         parents = chain(len(self)) if self.parents is None else self.parents
         kept: set[int] = {-1}
         kept.update(node for node, parent in enumerate(parents) if parent in kept and is_kept(node))
@@ -174,6 +174,6 @@ def descendants_of(root: int, parents: Sequence[int]) -> list[int]:
 
 
 def renumbered(nodes: Sequence[int], parents: Sequence[int], root: int) -> list[int]:
-    """Returns the parents of the tree that only has `nodes`, in their order; children of `root` become roots."""
+    """Returns the parents, by new index, of the tree that consists of `nodes`; children of `root` become roots."""
     new = {root: -1} | {node: index for index, node in enumerate(nodes)}
     return [new[parents[node]] for node in nodes]

@@ -1,9 +1,9 @@
 """Min-p, top-k and top-p filters whose arithmetic gives the same bits on every device.
 
-A token's weight, in proportion to its probability, is an integer: `2**40 * exp(score - best score)`. The exponential is
-Cephes' polynomial (Moshier, 1989) in float32 products and sums that are rounded one by one. Sums of integers do not
-depend on their order. By contrast, a softmax and its running sums differ in the last bits between devices and numbers
-of threads, and with them the tokens at the border of a filter.
+A token's weight is an integer in proportion to its probability: `2**40 * exp(score - best score)`. The exponential is
+Cephes' polynomial (Moshier, 1989) in float32 products and sums, each rounded by itself. Sums of integers do
+not depend on their order. By contrast, the last bits of a softmax and of its running sums depend on the device and on
+the number of threads, so filters would keep different tokens at their border.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COEFFICIENTS = (
 LOG2_E = 1.44269504088896341
 LN2_HIGH = 0.693359375  # its products with small integers are exact
 LN2_LOW = -2.12194440e-4
-LOWEST = -200.0  # minimum score relative to the best: weights are 0 far above it
+LOWEST = -200.0  # minimum score relative to the best: much higher scores already have a weight of 0
 MANTISSA_BITS = 24  # precision of float32
 
 
@@ -68,7 +68,7 @@ def filter_rows(
     ordered = ordered.masked_fill(ranks >= top_k[:, None], -torch.inf)
     summed = weights(ordered, best).cumsum(dim=-1)
     mass = summed[:, -1:].to(torch.float64) * top_p[:, None].to(torch.float64)
-    # Mass before a token; the most likely one always stays.
+    # Tokens are removed if the mass before them reaches the limit; the most likely token always stays.
     outside = (summed.roll(1, dims=-1).to(torch.float64) >= mass) & (ranks > 0)
     ordered = ordered.masked_fill(outside, -torch.inf)
     return torch.full_like(scores, -torch.inf).scatter_(-1, order, ordered)

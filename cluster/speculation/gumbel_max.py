@@ -1,7 +1,7 @@
-"""The largest of `x + g` in every row, on a CPU with AVX-512: the same choices as with all of `g` computed.
+"""Finds the largest `x + g` of every row on a CPU with AVX-512. The choices are exact.
 
-A kernel (`kernels/`) uses an upper bound of the noise to find the few tokens that can win, and computes the
-noise of these only. It runs on the calling thread: 64 rows of 4,096 tokens take 0.3 ms, little compared with a step
+A kernel (`kernels/`) uses an upper bound of the noise `g` to find the few tokens that can win, and computes the noise
+for these tokens only. It runs on the calling thread: 64 rows of 4,096 tokens take 0.3 ms, little compared with a step
 of 64 rows.
 """
 
@@ -29,7 +29,7 @@ def has_kernel() -> bool:
 def pack_run(
     logits: int, num_rows: int, key_low: int, key_high: int, first_position: int, temperature: float, /
 ) -> bytes:
-    """Packs rows that draw at consecutive positions under one key, as a Run of `sampling.h`.
+    """Returns a packed Run of `sampling.h`: rows that draw at consecutive positions with one key.
 
     `logits` is the address of float32 [num_rows, vocab_size]. At temperature 0 there is no noise.
     """
@@ -39,8 +39,9 @@ def pack_run(
 def draw(runs: bytes, num_rows: int, vocab_size: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the best `width` IDs of every row, int64, and their scores, float32, both [num_rows, width].
 
-    Best first; among equals the lowest ID first. If a row has fewer than `width` scores above -inf, the remaining
-    scores are -inf and their IDs are meaningless, except that the first ID of a row without any such score is 0.
+    The best ID comes first; among equal scores the lowest ID comes first. If a row has fewer than `width` scores above
+    -inf, the remaining scores are -inf and their IDs are meaningless. But if a row has no score above -inf, its first
+    ID is 0.
     """
     assert 0 < width <= min(vocab_size, MAX_WIDTH)
     ids = torch.empty(num_rows, width, dtype=torch.int64)

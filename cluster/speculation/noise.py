@@ -1,14 +1,14 @@
 """Shared noise: Gumbel variables that are a pure function of (key, position, token).
 
-Target and draft evaluate the same function and so see the same noise without sending any of it. The generator
+Target and draft evaluate the same function, so they have the same noise without sending it. The generator
 is Philox4x64-10 (Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011), for which
 NumPy has a compiled implementation. Its 256-bit counter is
 
     (token // 8, position, 0, 0)        least significant 64-bit word first
 
-and one evaluation gives four 64-bit words, cut into the eight 32-bit words of tokens 8b .. 8b+7, the low half of
+One evaluation gives four 64-bit words. They are cut into the eight 32-bit words of tokens 8b .. 8b+7, the low half of
 each word first. A word x becomes `v = (x + 1/2) / 2**32` and `g = -log(-log1p(-v))`, evaluated in float64 and
-rounded once to float32: float32 logarithms differ between libraries, and float32 cannot hold 1 - 2**-32.
+rounded once to float32: float32 logarithms differ between libraries, and float32 cannot represent 1 - 2**-32.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class NoiseKey:
 
 def noise_words(key: NoiseKey, position: int, num_tokens: int) -> npt.NDArray[np.uint32]:
     """Returns the raw words of tokens 0 .. num_tokens-1 at `position`. Shape [num_tokens]."""
-    # NumPy's generator advances its counter before each evaluation: start one below.
+    # NumPy's generator increments its counter before each evaluation, so the counter starts one lower.
     counter = ((position << 64) - 1) & _COUNTER_MASK
     generator = np.random.Philox(counter=counter, key=key.high << 64 | key.low)
     num_blocks = -(-num_tokens // _TOKENS_PER_BLOCK)
@@ -83,7 +83,7 @@ def gumbel_noise(draws: Sequence[tuple[NoiseKey, int]], num_tokens: int) -> npt.
     v = np.empty((len(draws), num_tokens), dtype=np.float64)
     for row, (key, position) in enumerate(draws):
         v[row] = noise_words(key, position, num_tokens)
-    # In place: one buffer that stays in the cache. The first step is -v, for log1p.
+    # In place, so that one buffer stays in the CPU's cache. The first two operations compute -v.
     v += 0.5
     v *= -(2.0**-32)
     np.log1p(v, out=v)

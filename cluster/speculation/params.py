@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-MAX_LOGIT_BIAS = 1024  # entries: each takes time in every step of its sequence
+MAX_LOGIT_BIAS = 1024  # entries of a request: each takes time in every step of the sequence
 
-# Below this temperature the noise could not change a choice, and the division would overflow.
+# At a lower temperature the noise could not change a choice, and the division would overflow.
 _GREEDY_BELOW = 1e-5
 
 
@@ -15,7 +15,7 @@ class SamplingParams:
     """Parameters that shape a sequence's distribution before a token is chosen.
 
     The order is vLLM's: logit bias, repetition penalty, frequency and presence penalties, temperature, min-p,
-    top-k, top-p. A temperature of 0, or as good as 0, is greedy: no noise, and the filters cannot change the choice.
+    top-k, top-p. A temperature below 1e-5 is greedy: there is no noise, and the filters cannot change the choice.
     """
 
     temperature: float = 1.0
@@ -31,7 +31,7 @@ class SamplingParams:
     is_greedy: bool = field(init=False, repr=False, compare=False)
     has_filter: bool = field(init=False, repr=False, compare=False)  # whether min-p, top-k or top-p is on
     has_penalty: bool = field(init=False, repr=False, compare=False)
-    is_shaped: bool = field(init=False, repr=False, compare=False)  # by more than the temperature
+    is_shaped: bool = field(init=False, repr=False, compare=False)  # whether anything but the temperature is on
 
     def __post_init__(self) -> None:
         is_greedy = self.temperature < _GREEDY_BELOW

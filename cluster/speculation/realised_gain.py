@@ -1,22 +1,22 @@
-"""Compares the tokens per second of steps with drafts with their prediction, and with steps without drafts.
+"""Compares steps with drafts to their predicted tokens per second, and to steps without drafts.
 
-Everything that the cost model leaves out (waits that differ, drafts that come late, drafts that slow the target down)
-shows as a difference between predicted and measured tokens per second. Acceptance is learned elsewhere, so in the
-comparison with the prediction a step counts the expected tokens of its drafts.
+The cost model ignores some effects: different waits, late drafts, drafts that slow the target down. They show as a
+difference between predicted and measured tokens per second. This module does not learn acceptance, so its comparison
+with the prediction counts the expected tokens of a step's drafts, not the accepted ones.
 """
 
 from __future__ import annotations
 
-_RATE = 1 / 64  # learning rate per step: tokens per step scatter by a half, their average then by 4 %
-_FORGET_RATE = 1 / 1024  # learning rate per step without drafts, back to the initial prediction
-_BOUNDS = (0.5, 1.5)  # bounds of the share: beyond them, something other than the model's error was measured
+_RATE = 1 / 64  # learning rate per step: tokens per step scatter by 50 %, this average by 4 %
+_FORGET_RATE = 1 / 1024  # rate per step without drafts at which `share` returns to 1
+_BOUNDS = (0.5, 1.5)  # bounds of `share`: a value outside them has other causes than the model's error
 
 
 class RealisedGain:
     """Exponential averages over the steps with drafts.
 
-    `share`: measured over predicted tokens per second. `gain`: measured tokens per second with drafts over those
-    without.
+    `share`: ratio of measured to predicted tokens per second. `gain`: ratio of measured tokens per second with drafts
+    to those without drafts.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class RealisedGain:
     def observe_share(self, share: float) -> None:
         """Learns from a step with drafts.
 
-        `share`: the tokens per second that its drafts were expected to yield in its duration, over those predicted.
+        `share`: (expected tokens of its drafts / its measured duration) / (predicted tokens per second).
         """
         low, high = _BOUNDS
         self.share = min(max(self.share + _RATE * (share - self.share), low), high)

@@ -1,9 +1,11 @@
 """Rejection sampling of draft tokens, for comparison (Leviathan et al., ICML 2023, algorithm 1; Chen et al., 2023).
 
+A draft token x was drawn from the draft's distribution q; the target's distribution is p.
+
     x ~ q is accepted with probability min(1, p(x) / q(x));  otherwise the token is drawn from max(0, p - q)
 
-The result is a sample of p, as with coupled noise, but it depends on the draft: every q gives another sample. It also
-needs the whole distribution q, while a coupled draft only sends x.
+The result is a sample of p, as with coupled noise, but it depends on the draft: another q gives another sample.
+Rejection also needs the whole distribution q, while a coupled draft only sends x.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ def accept_by_rejection(
 
     The last token is drawn from the residual or, if all drafts were accepted, from the target's own distribution.
     `target_probabilities` [k + 1, vocab_size] and `draft_probabilities` [k, vocab_size] start at `first_position`.
-    The noise is that of `key`, the sequence's own key; the draft drew its tokens in another domain.
+    `key` is the sequence's own key. The draft drew its tokens with a key of another domain.
     """
     acceptance_key = key.within(NoiseDomain.ACCEPTANCE)
     for place, token in enumerate(draft_token_ids):
@@ -34,7 +36,7 @@ def accept_by_rejection(
         if uniform_noise(acceptance_key, first_position + place) * q[token].item() < p[token].item():
             continue
         residual = (p - q).clamp_(min=0.0)
-        if residual.any():  # otherwise p and q are equal but for rounding
+        if residual.any():  # otherwise p and q are equal except for rounding
             return [*draft_token_ids[:place], _draw(residual, key, first_position + place)]
     num_drafts = len(draft_token_ids)
     return [*draft_token_ids, _draw(target_probabilities[num_drafts], key, first_position + num_drafts)]

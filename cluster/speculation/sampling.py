@@ -2,9 +2,9 @@
 
     choice = argmax_i (log p_i + g_i)            exact sample of p (Gumbel 1954; Maddison et al. 2014)
 
-`log p` need only be known up to a constant, so the shaped logits serve as they are. Ties go to the lowest ID
-(torch.argmax returns the first maximum). Target and draft draw in the same way: the draft's result is a guess of the
-target's.
+A constant added to `log p` does not change the choice, so the shaped logits are used without normalisation. Ties go to
+the lowest ID (torch.argmax returns the first maximum). Target and draft draw in the same way, so the draft's choice is
+a guess of the target's choice.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _LIMITS_OF_BYTES = np.where(
 class SampleRequest:
     """Consecutive rows of logits that belong to one sequence.
 
-    `token_ids` and after them `draft_token_ids`, m tokens together, are the sequence's tokens up to and including the
-    input of the last row: of n rows, row j draws the token at position `m - n + 1 + j`, after all tokens before that
-    position. Drafts under verification are simply the last tokens, which makes penalties right inside a draft.
+    `token_ids` followed by `draft_token_ids` are the sequence's tokens, up to and including the input of the last row.
+    If they are m tokens and there are n rows, row j draws the token at position `m - n + 1 + j`. Its penalties count
+    all tokens before that position, including drafts under verification.
     """
 
     params: SamplingParams
@@ -45,9 +45,9 @@ class SampleRequest:
     token_ids: Sequence[int]
     num_prompt_tokens: int
     num_rows: int = 1
-    draft_token_ids: Sequence[int] = ()  # separate, so that appending them copies no context
+    draft_token_ids: Sequence[int] = ()  # separate, because appending them to `token_ids` would copy the context
     allowed: torch.Tensor | None = None  # int32 [num_rows, ceil(vocab_size / 32)], one bit per allowed token; None: all
-    counts: TokenCounts | None = None  # counts of the first of `token_ids`, which are then not read; None: of none
+    counts: TokenCounts | None = None  # counts of the leading tokens of `token_ids`; None: nothing is counted yet
 
     @property
     def is_shaped(self) -> bool:
@@ -71,14 +71,14 @@ class Sampler:
         if device.type == "cpu":
             self._best_tokens = _best_by_kernel if has_kernel() else _best_by_definition
         elif importlib.util.find_spec("triton") is not None:
-            # PyTorch's builds for CPUs come without Triton; and the module needs `SampleRequest`.
+            # Imported here: PyTorch's builds for CPUs come without Triton, and the module imports `SampleRequest`.
             from cluster.speculation.triton_sampler import best_tokens, warm_up
 
             self._best_tokens = best_tokens
             warm_up(device)
         else:
             self._best_tokens = _best_by_definition
-            gumbel_noise_on(device, [(NoiseKey(0, 0), 0)], 16)  # compiles its kernel: now, and not in a timed step
+            gumbel_noise_on(device, [(NoiseKey(0, 0), 0)], 16)  # compiles its kernel before the first timed step
 
     def sample(self, logits: torch.Tensor, requests: Sequence[SampleRequest]) -> list[int]:
         """Returns the choice of every row.
@@ -94,21 +94,22 @@ class Sampler:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the `width` best tokens of every row: IDs and perturbed scores, [num_rows, width] each, best first.
 
-        The first is the row's choice. The others are the target's likeliest choices if the first is wrong: children
-        of a tree's node. Among equals the lowest ID comes first; an ID whose score is -inf is meaningless.
+        The first token is the row's choice. If a draft's first token is wrong, the target's choice is most likely one
+        of the others, so all of them become children of a tree's node. Among equals the lowest ID comes first; an ID
+        whose score is -inf is meaningless.
         """
         return self._best_tokens(logits, requests, width)
 
     def best_choices(
         self, logits: torch.Tensor, requests: Sequence[SampleRequest], width: int
     ) -> list[tuple[list[int], list[float]]]:
-        """Returns the IDs of `best_tokens` by row, and the distance of each one's score from the first.
+        """Returns for each row the IDs of `best_tokens`, and the distance of each ID's score from the first score.
 
-        A row has fewer than `width` tokens, but at least one, if its filters leave fewer.
+        If a row's filters keep fewer than `width` tokens, the row has fewer IDs, but at least one.
         """
         ids, scores = self._best_tokens(logits, requests, min(width, logits.shape[-1]))
         distances = scores[:, :1] - scores
-        distances[:, 0] = 0.0  # also for an infinite one
+        distances[:, 0] = 0.0  # also if the first score is infinite
         gaps = distances.tolist()
         best = []
         for row_tokens, row_gaps in zip(ids.tolist(), gaps, strict=True):
@@ -141,7 +142,7 @@ def probabilities(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> to
 def _best_by_definition(
     logits: torch.Tensor, requests: Sequence[SampleRequest], width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Implements `Sampler.best_tokens` in PyTorch, on any device, with all of the noise computed."""
+    """Implements `Sampler.best_tokens` in PyTorch on any device. Computes the noise of all tokens."""
     scores = perturbed_logits(logits, requests)
     if width == 1:
         ids = scores.argmax(dim=-1, keepdim=True)
@@ -155,7 +156,7 @@ def _best_by_kernel(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Implements `Sampler.best_tokens` with the CPU kernel.
 
-    Reads rows in place, except for those that are shaped by more than their temperature.
+    Reads rows in place, except for rows of requests with `is_shaped`.
     """
     if width > MAX_WIDTH:
         return _best_by_definition(logits, requests, width)
@@ -230,7 +231,7 @@ def _biases(logit_bias: tuple[tuple[int, float], ...], device: torch.device) -> 
 
 
 def _mask(scores: torch.Tensor, requests: Sequence[SampleRequest]) -> None:
-    """Sets forbidden tokens to -inf, in place, for all rows at once: one call takes as long as one row."""
+    """Sets forbidden tokens to -inf, in place. One call for all rows takes as long as a call for one row."""
     masks = [request.allowed for request in requests if request.allowed is not None]
     if not masks:
         return
@@ -251,8 +252,8 @@ def _mask(scores: torch.Tensor, requests: Sequence[SampleRequest]) -> None:
 def _limits(allowed: torch.Tensor, vocab_size: int, device: torch.device) -> torch.Tensor:
     """Returns +inf where the bit in `allowed` is set and -inf elsewhere: float32 [num_rows, vocab_size].
 
-    On a CPU a lookup table of all bytes takes a fortieth of the time of a `masked_fill`, whose branches cannot be
-    predicted.
+    On a CPU, a lookup table of all bytes takes a fortieth of the time of `masked_fill`, which suffers from branch
+    mispredictions.
     """
     if device.type == "cpu":
         limits = np.take(_LIMITS_OF_BYTES, allowed.numpy().view(np.uint8), axis=0)
@@ -267,9 +268,9 @@ def _limits(allowed: torch.Tensor, vocab_size: int, device: torch.device) -> tor
 def counts_before(
     request: SampleRequest, vocab_size: int, device: torch.device
 ) -> tuple[TokenCounts, Sequence[int], int]:
-    """Returns counts of `request`'s first tokens, the tokens after these, and a number.
+    """Returns counts of the leading tokens of `request`, the uncounted tokens, and a number.
 
-    The number is how many of the latter tokens precede the request's first row.
+    The number is how many uncounted tokens precede the token that the request's first row draws.
     """
     first, counts = request.first_position, request.counts
     if counts is None:
@@ -339,7 +340,7 @@ def _add_noise(scores: torch.Tensor, requests: Sequence[SampleRequest]) -> None:
 def _noise(device: torch.device, draws: Sequence[tuple[NoiseKey, int]], vocab_size: int) -> torch.Tensor:
     """Returns the noise of `draws`, [len(draws), vocab_size].
 
-    NumPy is by far the fastest on a CPU; for a GPU its noise would have to be copied.
+    NumPy is by far the fastest implementation on a CPU. A GPU computes its own noise, which saves the copy.
     """
     if device.type == "cpu":
         return torch.from_numpy(gumbel_noise(draws, vocab_size))
@@ -347,7 +348,7 @@ def _noise(device: torch.device, draws: Sequence[tuple[NoiseKey, int]], vocab_si
 
 
 def noise_of_rows(keys: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Returns the noise of `_noise` for keys and positions on the logits' device, without waiting for a GPU.
+    """Returns the same noise as `_noise`, for keys and positions on the logits' device. Does not wait for a GPU.
 
     `keys` int64 [num_rows, 2], the bits of `NoiseKey`'s words, the low one first; `positions` int64 [num_rows].
     """

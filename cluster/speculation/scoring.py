@@ -8,7 +8,7 @@ import torch
 
 from cluster.logprobs import TokenLogprobs
 
-_VALUES_AT_ONCE = 2**24  # float32: 64 MiB for each copy of the rows that are worked on
+_VALUES_AT_ONCE = 2**24  # float32 values to process at once: 64 MiB for each copy
 
 
 def token_logprobs(logits: torch.Tensor, rows: Sequence[int], token_ids: Sequence[int], width: int) -> TokenLogprobs:
@@ -27,7 +27,7 @@ def token_logprobs(logits: torch.Tensor, rows: Sequence[int], token_ids: Sequenc
 
 def _score(logits: torch.Tensor, token_ids: Sequence[int], width: int) -> TokenLogprobs:
     logprobs = logits.log_softmax(dim=-1)
-    if logprobs[:, 0].isnan().any():  # rows with a logit of +inf, which has the whole probability
+    if logprobs[:, 0].isnan().any():  # a row has logits of +inf, which share the whole probability
         infinite = logits == torch.inf
         shares = torch.where(infinite, 0.0, -torch.inf)
         logprobs = torch.where(infinite.any(dim=-1, keepdim=True), shares, logits).log_softmax(dim=-1)

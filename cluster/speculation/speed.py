@@ -33,9 +33,9 @@ def expected_tokens(acceptance_rate: float, num_speculative_tokens: int) -> floa
 
 
 def acceptance_rate_of(tokens_a_round: float, num_speculative_tokens: float) -> float:
-    """Returns the single acceptance rate with which a round of k drafts commits `tokens_a_round` on average.
+    """Returns the acceptance rate with which a round commits `tokens_a_round` tokens on average.
 
-    k may be a mean over rounds.
+    Assumes one rate for all positions. `num_speculative_tokens` may be a mean over rounds.
     """
     low, high = 0.0, 1.0
     for _ in range(50):
@@ -62,7 +62,7 @@ def round_seconds(drafting: float, verify: float, round_trip: float = 0.0, *, ov
 
 @dataclass(frozen=True, slots=True)
 class RoundCosts:
-    """Durations of a round's parts, whatever the number of rows; all in one unit."""
+    """Durations of a round's parts, all in one unit. They do not depend on the number of rows."""
 
     draft_token: float  # the draft's time for one token
     verify: float  # the target's verify step
@@ -76,13 +76,13 @@ class RoundCosts:
         return self.rest + round_seconds(num_speculative_tokens * self.draft_token, self.verify, self.round_trip)
 
     def speedup(self, tokens_per_round: float, num_speculative_tokens: int) -> float:
-        """Returns tokens per second over those without drafts."""
+        """Returns the ratio of tokens per second with drafts to tokens per second without."""
         plain = (self.verify if self.decode is None else self.decode) + self.plain_rest
         return tokens_per_round * plain / self.of(num_speculative_tokens)
 
 
 def speedup(acceptance_rate: float, num_speculative_tokens: int, costs: RoundCosts) -> float:
-    """Returns tokens per second over those without drafts, with one acceptance rate for all positions."""
+    """Returns the ratio of tokens per second with drafts to those without, with one rate for all positions."""
     return costs.speedup(expected_tokens(acceptance_rate, num_speculative_tokens), num_speculative_tokens)
 
 
@@ -115,7 +115,10 @@ def coupled_acceptance_bound(total_variation: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Predicts tokens per second of one of `num_rows` sequences with the same depth, from measured step times."""
+    """Predicts the tokens per second of one sequence from measured step times.
+
+    All `num_rows` sequences of the step have the same depth.
+    """
 
     steps: StepTimes
     num_rows: int  # number of sequences: the rows of a step without drafts
@@ -130,8 +133,8 @@ class Speed:
     def by_depth(self, survival: FloatArray, wait_seconds: FloatArray) -> FloatArray:
         """Returns the rates with 1, 2, ... drafts; 0 if a wait exceeds its limit or a step has no room for the rows.
 
-        The last axis of `wait_seconds` is the depth; other axes are alternatives. Until a step's time is known, a rate
-        is tokens per second of waiting, which is only good for comparing draft workers.
+        The last axis of `wait_seconds` is the depth; other axes are alternatives. Until a step is measured, a rate is
+        tokens per second of waiting, which can only be used to compare draft workers.
         """
         depths = np.arange(1, len(survival) + 1)
         tokens = 1.0 + np.cumsum(survival)

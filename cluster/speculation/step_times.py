@@ -1,14 +1,15 @@
 """Predicts seconds and tokens per second of the target's steps, prompts included.
 
-Sequences that end make room for others, so prompts come in proportion to the committed tokens, however fast these come.
-A step that commits T tokens brings along
+Sequences that end make room for others, so the number of prompt tokens is proportional to the number of committed
+tokens, at any speed. A step that commits T tokens causes
 
     demand(T) = T * (sequences ended / tokens committed) * (prompt tokens computed / sequences joined)
 
-prompt tokens. Ends are counted and not beginnings, as the prompts of a growing load come before its answers. Steps with
-a part of a prompt have c prompt tokens on average, so a share demand / c of the steps has some. Where that exceeds 1,
-each step has more prompt tokens, up to the limit that the scheduler keeps (`cluster.engine.prompt_pace`); beyond it
-sequences wait for their prompts, and T tokens take several steps, with as many rows in all.
+prompt tokens. The formula uses the sequences that ended, not those that joined, because the prompts of a growing load
+come before its answers. Steps with prompt tokens have c of them on average, so the share of such steps is demand / c.
+If this share would exceed 1, each step has more than c prompt tokens, up to the scheduler's limit
+(`cluster.engine.prompt_pace`). Beyond that limit sequences wait for their prompts, and T tokens take several steps,
+with the same number of rows in total.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from cluster.speculation.costs import LearnedCurve
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
-# Chunks after at most this number of tokens: their time depends on rows, not on attention.
+# The time of a chunk that follows at most this number of tokens depends on its rows, not on attention.
 _SHORT_CONTEXT = 1024
 _DECAY = 0.99  # decay of the counts per step: about the last hundred steps count
 _LEAST_SEEN = 0.01  # a smaller count has faded
@@ -29,10 +30,10 @@ _LIMIT_RATE = 0.05  # learning rate of the scheduler's prompt limit, per step th
 
 
 class StepTimes:
-    """Seconds of a target's steps by their rows and committed tokens, and the rows that a step has room for."""
+    """Predicts the duration of a target's steps from rows and committed tokens, and the room for drafts in them."""
 
     def __init__(self, max_rows: int) -> None:
-        self.curve = LearnedCurve(max_rows)  # over all rows of the step, those of prompts included
+        self.curve = LearnedCurve(max_rows)  # seconds by all rows of a step, including those of prompts
         self._max_rows = max_rows
         self._num_prompt_tokens = 0.0
         self._num_joined = 0.0
@@ -40,7 +41,7 @@ class StepTimes:
         self._num_committed = 0.0
         self._num_steps = 0.0
         self._num_steps_with_prompts = 0.0
-        self._most_prompt_tokens = np.inf  # prompt tokens per step; infinite until a step leaves some over
+        self._most_prompt_tokens = np.inf  # limit of prompt tokens per step; infinite until a step defers some
 
     @property
     def is_known(self) -> bool:
@@ -57,8 +58,9 @@ class StepTimes:
     def observe_rows(self, num_rows: int, num_prompt_tokens: int, longest_context: int, seconds: float) -> None:
         """Learns from a step with `num_rows` choices and `num_prompt_tokens` prompt tokens.
 
-        Steps with prompts are included, because under constant churn hardly any step is without. Steps in which nothing
-        decoded are excluded, and those of long prompts: `longest_context` is the most tokens before a chunk.
+        Steps with prompts are included, because under constant churn almost every step has prompts. Steps without a
+        choice are excluded, and so are steps with late chunks of long prompts. `longest_context`: maximum number of
+        tokens before a chunk.
         """
         if num_rows and longest_context <= _SHORT_CONTEXT:
             self.curve.observe(num_rows + num_prompt_tokens, seconds)
@@ -83,8 +85,8 @@ class StepTimes:
     def seconds(self, rows: FloatArray | IntArray, tokens: FloatArray, wait_seconds: FloatArray | float) -> FloatArray:
         """Returns the mean seconds in which steps of `rows` rows commit `tokens`.
 
-        Each step follows `wait_seconds` of waiting for proposals. Includes the prompts that come with these tokens.
-        Requires a known step time.
+        Each step follows a wait of `wait_seconds` for proposals. Includes the time for the prompt tokens that these
+        tokens cause. Requires a known step time.
         """
         seen = self._num_prompt_tokens, self._num_joined, self._num_ended, self._num_committed
         if min(seen) <= _LEAST_SEEN:
@@ -100,8 +102,8 @@ class StepTimes:
     def room_for_drafts(self, num_rows: int) -> int:
         """Returns the mean number of draft tokens that a step of `num_rows` sequences has room for.
 
-        With prompts, the scheduler keeps half of the remaining room for them; more drafts would leave none to some
-        sequences.
+        In steps with prompts, the scheduler reserves half of the remaining room for them. With more drafts than fit,
+        some sequences would get no drafts.
         """
         share = self._num_steps_with_prompts / max(self._num_steps, 1.0)
         return int(max(0, self._max_rows - num_rows) * (1.0 - share / 2.0))

@@ -1,4 +1,4 @@
-"""Counts each token of a sequence incrementally, so that penalties do not count a token twice."""
+"""Counts the tokens of a sequence incrementally, so that penalties count each token only once."""
 
 from __future__ import annotations
 

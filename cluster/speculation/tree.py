@@ -1,14 +1,14 @@
 """Chooses the tree to draft: the shape that commits the most tokens for its number of nodes, or for its duration.
 
-A child is the draft's r-th best under the target's noise. `acceptance[d, r]` is the probability that it is the target's
-choice after a node of depth d (0: the last committed token). A node is accepted if it and all its ancestors are, so a
-tree commits
+The child of rank r is the draft's r-th best token under the target's noise. `acceptance[d, r]` is the probability that
+this token is the target's choice after a node of depth d (0: the last committed token). A node is accepted if it and
+all its ancestors are the target's choices. So a tree commits, including the bonus token,
 
-    E = 1 + sum over its nodes of the product of acceptance on the path to them       tokens, the bonus token included.
+    E = 1 + (sum over all nodes of the product of acceptance along the path to the node)       tokens.
 
-Sequoia (Chen et al., arXiv 2402.12374, section 3.1) finds the best tree of every size by dynamic programming. Under
-shared noise that is not needed: acceptance falls with the rank, and no child is likelier than its parent. So the n
-likeliest nodes always form a tree, and no other n nodes have a larger sum.
+Sequoia (Chen et al., arXiv 2402.12374, section 3.1) finds the best tree of every size by dynamic programming. Shared
+noise makes this simpler: acceptance falls with the rank, and no child is likelier than its parent. So the n likeliest
+nodes always form a tree, and no other n nodes have a larger sum.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def width_of(shape: Shape) -> int:
 
 @functools.lru_cache(256)
 def num_levels(shape: Shape | None, num_nodes: int) -> int:
-    """Returns the number of levels of the tree with `num_nodes` nodes; None as the shape is a chain."""
+    """Returns the number of levels of `shape`. None is a chain of `num_nodes` nodes."""
     return num_nodes if shape is None else max(depths_of(shape), default=0)
 
 
@@ -67,8 +67,9 @@ def ranks_of(shape: Sequence[int]) -> list[int]:
 def best_tree(acceptance: AcceptanceTable, num_nodes: int, max_depth: int | None = None) -> tuple[Shape, list[float]]:
     """Returns the tree of `num_nodes` nodes that commits the most tokens, and each node's acceptance probability.
 
-    Its first n nodes are the best tree of n nodes. Of equally likely nodes the deeper one goes first. There are fewer
-    nodes if the depth and the ranks do not allow more, or if the others are never accepted.
+    The first n nodes of the result are the best tree of n nodes. Among equally likely nodes the deeper one comes first.
+    The result has fewer nodes if `max_depth` and the number of ranks allow no more, or if all other nodes are never
+    accepted.
     """
     falling = np.minimum.accumulate(acceptance, axis=1).tolist()
     parents: list[int] = []
@@ -93,7 +94,7 @@ def best_tree(acceptance: AcceptanceTable, num_nodes: int, max_depth: int | None
 
 
 def expected_tokens(shape: Sequence[int], acceptance: AcceptanceTable) -> float:
-    """Returns E of any tree."""
+    """Returns E, the expected number of committed tokens, of any tree."""
     falling = np.minimum.accumulate(acceptance, axis=1)
     survival: list[float] = []
     for parent, depth, rank in zip(shape, depths_of(shape), ranks_of(shape), strict=True):
@@ -103,7 +104,7 @@ def expected_tokens(shape: Sequence[int], acceptance: AcceptanceTable) -> float:
 
 
 def token_rate(shape: Sequence[int], acceptance: AcceptanceTable, time: RoundTime) -> float:
-    """Returns E over the duration of a round."""
+    """Returns E divided by the duration of a round."""
     depths = [0, *depths_of(shape)]
     num_rows = Counter(depths[parent + 1] for parent in set(shape))  # rows of each step of the draft
     seconds = round_seconds(_draft_time(num_rows.values(), time), time.verify(1 + len(shape)), time.round_trip)
@@ -113,8 +114,8 @@ def token_rate(shape: Sequence[int], acceptance: AcceptanceTable, time: RoundTim
 def best_shape(acceptance: AcceptanceTable, num_nodes: Iterable[int], time: RoundTime) -> Shape:
     """Returns the shape with the highest token rate among those whose number of nodes is in `num_nodes`.
 
-    A deep tree takes more steps of the draft, a broad one more of the target's rows per token, so every depth is tried.
-    Among equals the deepest is taken, so the result is a chain unless another shape is better.
+    Deep trees take more draft steps, broad trees take more rows of the target per token, so every maximum depth is
+    tried. Among equal rates the deepest shape is returned, so the result is a chain unless another shape is better.
     """
     budgets = set(num_nodes)
     largest = max(budgets)

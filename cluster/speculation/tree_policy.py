@@ -11,28 +11,28 @@ import numpy.typing as npt
 from cluster.speculation.drafts import Drafts, chain, depths_of
 from cluster.speculation.tree import AcceptanceTable, RoundTime, Shape, best_shape, best_tree, ranks_of, token_rate
 
-DEPTH_LIMITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # limits that the choice of a depth distinguishes
+DEPTH_LIMITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # depth limits that the search for the best depth tries
 LEAST_GAIN = 1.03  # minimum gain over the chain: measurements have an error of some percent
 
-_NUM_DEPTHS = 8  # depths with an acceptance of their own
+_NUM_DEPTHS = 8  # depths whose acceptance is measured; deeper nodes count for the last depth
 _DECAY = 0.998  # decay of the counts per round: about the last 500 rounds count
 _RENEW_ROUNDS = 128  # rounds between two searches for the best trees
-# Prior with the weight of 4 rounds: acceptance of the best child, and of the child of
-# each later rank if none before it was chosen. The figures are those of the bundled pair.
+# Prior acceptance with the weight of 4 rounds: that of the best child, and that of a child of a later rank if no child
+# before it was chosen. The figures are those of the bundled pair.
 _FIRST_RANK, _LATER_RANKS, _PRIOR_ROUNDS = 0.75, 0.45, 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """Likeliest nodes of a tree with a limited depth, best first; any leading part of them is a tree.
+    """The likeliest nodes of a tree of limited depth, best first. The first n nodes are a tree for any n.
 
-    It describes the average sequence. Another sequence has its own probabilities for first children; their complement
-    is divided among the later ranks as on average.
+    The template describes the average sequence. `survivals` applies it to a sequence with its own acceptance of first
+    children: the remaining probability is divided among the later ranks as in the average sequence.
     """
 
     parents: Shape
     levels: npt.NDArray[np.int64]  # [nodes], 1 for a root
-    shares: npt.NDArray[np.float64]  # [nodes], of the remaining probability; 0 for a first child
+    shares: npt.NDArray[np.float64]  # [nodes], share of the remaining probability; 0 for a first child
 
     @classmethod
     def of(cls, acceptance: AcceptanceTable, num_nodes: int, max_level: int) -> Template:
@@ -60,7 +60,8 @@ class Template:
 class TreePolicy:
     """Trees of up to `max_nodes` nodes with up to `width` children each.
 
-    With width 1 there are only chains, and nothing is measured. The shapes change every few seconds at most.
+    With width 1 there are only chains, and nothing is measured. The shapes are computed again after `_RENEW_ROUNDS`
+    rounds.
     """
 
     def __init__(self, width: int, max_nodes: int) -> None:
@@ -75,11 +76,11 @@ class TreePolicy:
 
     @property
     def may_branch(self) -> bool:
-        """True if there are trees, so that ranks are measured."""
+        """True if drafts may be trees, so that acceptance is measured by rank."""
         return self._width > 1
 
     def shape(self, num_nodes: int, time: Callable[[], RoundTime]) -> Shape | None:
-        """Returns the best tree of exactly `num_nodes` nodes if a round takes `time`; None if that is the chain."""
+        """Returns the best tree of exactly `num_nodes` nodes if a round takes `time`; None if a chain is best."""
         if num_nodes < 2 or not self.may_branch:
             return None
         self._renew()
@@ -88,7 +89,10 @@ class TreePolicy:
         return self._shapes[num_nodes]
 
     def templates(self) -> Sequence[Template]:
-        """Returns templates from which trees of any size are cut, one for each candidate depth; none with width 1."""
+        """Returns a template for each candidate depth limit; none with width 1.
+
+        The first n nodes of a template are a tree for any n.
+        """
         if not self.may_branch:
             return ()
         self._renew()
@@ -112,7 +116,7 @@ class TreePolicy:
         return rates
 
     def count(self, drafts: Drafts, chosen: Sequence[int]) -> None:
-        """Learns from a round that verified `drafts` and in which the target chose the tokens `chosen`.
+        """Learns from a round. `drafts`: verified drafts. `chosen`: the target's choices.
 
         A chain only measures the first rank; the other ranks stay unchanged.
         """

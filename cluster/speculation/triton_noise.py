@@ -1,6 +1,6 @@
 """A Triton kernel for `device_noise`: the words of the shared noise on a GPU in one launch.
 
-PyTorch's operators take several hundred launches for the same, 6 ms a step on an H100.
+PyTorch's operators take several hundred launches for the same words, which is 6 ms per step on an H100.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _uniforms(  # type: ignore[no-untyped-def]
 def uniforms(low: torch.Tensor, high: torch.Tensor, position: torch.Tensor, num_tokens: int) -> torch.Tensor:
     """Returns (word + 1/2) / 2**32 of every token: float64 [num_draws, num_tokens].
 
-    Keys, as the bits of their words, and positions are int64 [num_draws] each, on one device.
+    `low`, `high` and `position` are int64 [num_draws] on one device. `low` and `high` have the bits of unsigned words.
     """
     result = torch.empty(len(position), num_tokens, dtype=torch.float64, device=position.device)
     per_program = _BLOCKS_PER_PROGRAM * _TOKENS_PER_BLOCK

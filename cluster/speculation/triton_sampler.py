@@ -1,4 +1,7 @@
-"""Packs a step's rows for the kernels of `triton_sampling.py` and runs them; copies once to the device, never back."""
+"""Packs the rows of a step for the kernels of `triton_sampling.py`, and runs the kernels.
+
+Copies once to the device, and nothing back.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ Words = npt.NDArray[np.int64]
 
 _WARM_UP_SIZE, _WARM_UP_WIDTHS = 64, (1, 2, 4, 8)
 POSITION, LOGIT_ROW = COLUMNS.index("position"), COLUMNS.index("logit_row")
-_LEAST_ENTRIES = 512  # entries of a row's chunks: one kernel merges all of the usual vocabularies and widths
+_LEAST_ENTRIES = 512  # minimum entries of a row's chunks: usual vocabularies and widths share one compiled kernel
 
 _COLUMN = {name: index for index, name in enumerate(COLUMNS)}
 
@@ -43,16 +46,16 @@ class RowTable:
     """Sampling parameters of every row of logits, on the kernels' device."""
 
     rows: torch.Tensor  # int64 [num_rows, len(COLUMNS)]
-    appendix: torch.Tensor  # int64: biased tokens and their biases, tokens that are not counted
-    shaped_rows: torch.Tensor  # int64: rows whose logits are not used as they are
+    appendix: torch.Tensor  # int64: biased tokens and their biases, uncounted tokens
+    shaped_rows: torch.Tensor  # int64: rows whose logits a bias, a penalty or a mask changes
     masks: torch.Tensor  # int32 [num_masks, mask_words]; one word if there are no masks
     max_biases: int  # maximum number of biases of a row
     has_filter: bool
-    counts: tuple[TokenCounts, ...]  # counts whose addresses are in `table`
+    counts: tuple[TokenCounts, ...]  # kept alive, because `rows` contains their addresses
 
 
 def table_of(requests: Sequence[SampleRequest], vocab_size: int, device: torch.device) -> RowTable:
-    """Returns the rows of `requests`, in their order."""
+    """Returns a table with the rows of `requests`, in the order of `requests`."""
     num_rows = sum(request.num_rows for request in requests)
     rows = np.zeros((num_rows, len(COLUMNS)), dtype=np.int64)
     appendix: list[Words] = []
@@ -115,7 +118,7 @@ def table_of(requests: Sequence[SampleRequest], vocab_size: int, device: torch.d
 
 
 def empty_table(num_rows: int, device: torch.device) -> RowTable:
-    """Returns a table of greedy rows, to be overwritten with rows of requests without penalties."""
+    """Returns a table of greedy rows. The caller may overwrite them with rows of requests without penalties."""
     rows = np.tile(_columns_of(SamplingParams(temperature=0.0)), (num_rows, 1))
     rows[:, LOGIT_ROW] = np.arange(num_rows)
     nothing = torch.zeros(0, dtype=torch.int64, device=device)
@@ -138,7 +141,7 @@ def best_tokens(
 
 
 def warm_up(device: torch.device) -> None:
-    """Compiles the kernels, so that no timed step does."""
+    """Compiles the kernels, so that timed steps do not include the compilation."""
     shaped = SamplingParams(top_k=2, top_p=0.5, min_p=0.1, repetition_penalty=1.1, logit_bias=((1, 1.0),))
     logits = torch.zeros(1, _WARM_UP_SIZE, device=device)
     for width in _WARM_UP_WIDTHS:

@@ -1,17 +1,18 @@
 """Samples on a GPU in Triton: the kernels shape and filter logits, make the noise and draw.
 
-    shape    applies bias, penalties and masks, for rows that have any of these
-    cut      finds the border of a row's filters: a score, and an ID among those with that score
+    shape    applies bias, penalties and masks to the rows that have any of these
+    cut      finds the border of a row's filters: a score, and an ID among the tokens with that score
     draw     finds the best of `score + noise` in each chunk of a row's vocabulary
     merge    finds the best of a row's chunks
 
-`sampling.py` defines the results. Every operation rounds as PyTorch's on a CPU does (no fused products, IEEE division;
-`filters.py` has the integers that filters sum), except for the noise's float64 logarithms, which are the device's.
-These are within 2 units in the last place, so the noise rounded to float32 differs for about one word in 2**27. A
-choice differs only if its score is within that last bit of the next one's.
+`sampling.py` defines the results. Every operation rounds as PyTorch does on a CPU: no fused products, IEEE division,
+and filters sum the integer weights of `filters.py`. Only the float64 logarithms of the noise are the device's. They are
+within 2 units in the last place, so the noise rounded to float32 differs for about one word in 2**27. A choice differs
+only if the two best scores are equal except for that last bit.
 
-In `draw` an upper bound of a token's noise, the same as in the CPU's kernel (`kernels/sampling.c`), leaves the few
-tokens whose noise is computed in float64: consumer GPUs have a 64th of float32's speed there.
+`draw` computes noise in float64 only for the few tokens that an upper bound of the noise does not rule out, because
+consumer GPUs compute float64 at a 64th of the speed of float32. The CPU's kernel (`kernels/sampling.c`) uses the same
+bound.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from cluster.speculation import filters
 from cluster.speculation.triton_noise import philox
 
 OPTIONS = {"num_warps": 8, "num_stages": 1, "enable_fp_fusion": False}
-CHUNK = 4096  # tokens of a row that a program draws from
-BIAS_STEP = 128  # biased tokens that a program shapes
+CHUNK = 4096  # tokens of a row that one program processes
+BIAS_STEP = 128  # biased tokens that one program shapes
 
-# Columns of the table of rows, int64. Numbers that are not whole have the bits of a float32.
+# Columns of the table of rows, int64. A column for a fraction contains the bits of a float32.
 COLUMNS = (
     "key_low",
     "key_high",
     "position",
-    "source",  # the row of shaped scores; -1: the logits, over the temperature
+    "source",  # the row of shaped scores; -1: the logits divided by the temperature
     "logit_row",
     "mask_row",  # row of the allowed tokens' mask; -1: all are allowed
     "in_prompt",  # addresses of the arrays of `TokenCounts`; 0: no penalties
@@ -126,7 +127,7 @@ def _shaped(value, tokens, bias, row, appendix, allowed, mask_words, is_there): 
 def shape_kernel(  # type: ignore[no-untyped-def]
     shaped, logits, table, shaped_rows, allowed, appendix, logit_stride, vocab_size, mask_words, chunk: tl.constexpr
 ):
-    """Program (row of `shaped_rows`, chunk): shapes all tokens, as if none had a bias."""
+    """Program (row of `shaped_rows`, chunk): shapes all tokens, without biases."""
     row = table + tl.load(shaped_rows + tl.program_id(0)) * WIDTH
     tokens = tl.program_id(1) * chunk + tl.arange(0, chunk)
     is_there = tokens < vocab_size
@@ -139,7 +140,7 @@ def shape_kernel(  # type: ignore[no-untyped-def]
 def bias_kernel(  # type: ignore[no-untyped-def]
     shaped, logits, table, shaped_rows, allowed, appendix, logit_stride, vocab_size, mask_words, step: tl.constexpr
 ):
-    """Program (row of `shaped_rows`, biased tokens): recomputes these tokens over `shape_kernel`'s results."""
+    """Program (row of `shaped_rows`, biased tokens): shapes these tokens again, with their biases."""
     row = table + tl.load(shaped_rows + tl.program_id(0)) * WIDTH
     start, count = tl.load(row + _BIAS_START), tl.load(row + _NUM_BIASES)
     place = tl.program_id(1) * step + tl.arange(0, step)
@@ -201,9 +202,10 @@ def _is_kept(order, tokens, cut_order, cut_id):  # type: ignore[no-untyped-def]
 def cut_kernel(  # type: ignore[no-untyped-def]
     cuts, shaped, logits, table, logit_stride, vocab_size, chunk: tl.constexpr
 ):
-    """Program (row): the best score's bits, and the order and ID beyond which no token is kept: int32 [num_rows, 3].
+    """Program (row): writes the bits of the best score, and the cut: a score's order and an ID. int32 [num_rows, 3].
 
-    All counts and sums are integers, so neither the order of sums nor the division into chunks matters.
+    Tokens with a lower order are removed, and at the cut's order those with a higher ID. All counts and sums are
+    integers, so neither the order of sums nor the division into chunks matters.
     """
     row = table + tl.program_id(0) * WIDTH
     cuts += tl.program_id(0) * 3
@@ -228,7 +230,7 @@ def cut_kernel(  # type: ignore[no-untyped-def]
     high = _order(best + tl.zeros([1], tl.float32))
     high = tl.max(high, 0).to(tl.int64)
 
-    # The least order above which there are fewer than k: those of that order are kept as far as k allows.
+    # Find the lowest order with at most k tokens above it. Tokens of that order are kept until k tokens are kept.
     cut_order = low
     num_equal = tl.zeros([], tl.int64) + vocab_size
     if top_k > 0:
@@ -252,7 +254,7 @@ def cut_kernel(  # type: ignore[no-untyped-def]
         num_equal = top_k - tl.sum(counts, 0)
 
     if top_p < 1.0:
-        # Weights of the tokens above the cut; of those at the cut each has the same.
+        # Sum the weights of the tokens above the cut. All tokens at the cut have the same weight.
         masses = tl.zeros([chunk], tl.int64)
         equals = tl.zeros([chunk], tl.int64)
         weight_of_equals = tl.zeros([chunk], tl.int64)
@@ -267,7 +269,7 @@ def cut_kernel(  # type: ignore[no-untyped-def]
         kept_equals = tl.minimum(tl.sum(equals, 0), num_equal)
         weight = tl.max(weight_of_equals, 0)
         mass = top_p * (tl.sum(masses, 0) + kept_equals * weight).to(tl.float64)
-        # The least order above which there is less than that mass.
+        # Find the lowest order such that the tokens above it have less than `mass`.
         start, end = cut_order, high
         while start < end:
             middle = start + ((end - start) >> 1)
@@ -290,7 +292,7 @@ def cut_kernel(  # type: ignore[no-untyped-def]
             masses += tl.where(survives & (order > start), weights, 0)
             weight_of_equals = tl.maximum(weight_of_equals, tl.where(survives & (order == start), weights, 0))
         above, weight = tl.sum(masses, 0), tl.max(weight_of_equals, 0)
-        # Of that order's tokens, those with less than that mass before them; the first always stays.
+        # Count the tokens of that order with less than `mass` before them. The first one always stays.
         first_out, last_out = tl.zeros([], tl.int64) + 1, tl.zeros([], tl.int64) + vocab_size
         while first_out < last_out:
             middle = first_out + ((last_out - first_out) >> 1)
@@ -300,7 +302,7 @@ def cut_kernel(  # type: ignore[no-untyped-def]
         num_equal = tl.where(start == cut_order, tl.minimum(num_equal, first_out), first_out)
         cut_order = start
 
-    # The ID up to which there are `num_equal` tokens of that order; more are rare.
+    # Find the ID up to which `num_equal` tokens have that order. Rarely more tokens have it.
     equals = tl.zeros([chunk], tl.int64)
     for first in range(0, vocab_size, chunk):
         scores = _scores(row, shaped, logits, logit_stride, vocab_size, first + lanes)
@@ -364,7 +366,7 @@ def draw_kernel(  # type: ignore[no-untyped-def]
     if is_drawn:
         key_low, key_high = tl.load(row + _KEY_LOW), tl.load(row + _KEY_HIGH)
         c0, c1, c2, c3 = philox(key_low, key_high, tl.load(row + _POSITION), block)
-        # Token 8b + 2w + h has the half h of word w: from the outermost digit of its number to the innermost.
+        # Token 8b + 2w + h gets half h of word w. Each join adds the lowest binary digit of the token's number.
         even = tl.join(tl.join(c0.to(tl.uint32), c2.to(tl.uint32)), tl.join(c1.to(tl.uint32), c3.to(tl.uint32)))
         odd = tl.join(
             tl.join((c0 >> 32).to(tl.uint32), (c2 >> 32).to(tl.uint32)),
@@ -373,8 +375,8 @@ def draw_kernel(  # type: ignore[no-untyped-def]
         words = tl.reshape(tl.join(even, odd), [chunk])
         bounds = scores + _noise_bound(words)
 
-    # The token of the largest bound is scored, until no bound reaches what the worst of the best has. Where it equals
-    # that, the token may have the lower ID.
+    # Score the token with the largest bound, until all bounds are below the worst of the best scores. A token whose
+    # bound equals that score may still win, because its ID may be lower.
     best_scores = tl.full([width], _NO_SCORE, tl.float32)
     best_ids = _NO_ID + tl.arange(0, width)
     worst = tl.min(best_scores, 0)
