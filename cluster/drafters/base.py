@@ -1,4 +1,4 @@
-"""Interface of every drafter, and the state of a sequence that is drafted for."""
+"""Interface of drafters, and a drafter's state of a sequence."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from cluster.telemetry.metrics import Reading
 class DraftSequence:
     """A sequence in a draft worker: committed tokens, then a tree of drafts after them.
 
-    Node n of the tree is `token_ids[num_committed + n]`, and -1 stands for the last committed token; a node comes
-    after its parent. Extending a node gives it its children, which get consecutive numbers, the likeliest first.
-    The main path goes from likeliest child to likeliest child; a chain has no other nodes.
+    Node n of the tree is `token_ids[num_committed + n]`; -1 is the last committed token. A parent has a lower number
+    than its children. Extending a node gives it children with consecutive numbers, the likeliest first. The main path
+    goes from likeliest child to likeliest child. A chain has no other nodes.
     """
 
     token_ids: list[int]
@@ -28,15 +28,15 @@ class DraftSequence:
     params: SamplingParams
     noise_key: NoiseKey
     num_speculative_tokens: int  # k: drafts owed per round
-    window: int  # how far past the committed tokens drafts may reach
+    window: int  # maximum depth of drafts after the committed tokens
     shape: Shape | None = None  # shape of the owed tree; None: a chain of k
     cache_root: bytes = b""  # KV is shared only between sequences with the same root
-    width: int = 1  # children that a node is given when it is extended
+    width: int = 1  # maximum number of children of a node
     num_committed: int = 0
-    is_exhausted: bool = False  # the drafter cannot propose anything after these tokens
-    to_extend: list[int] = field(default_factory=list)  # nodes, in the next step; none: the end of the main path
+    is_exhausted: bool = False  # whether the drafter cannot propose anything after the committed tokens
+    to_extend: list[int] = field(default_factory=list)  # nodes to extend in the next step; empty: the main path's end
     parents: list[int] = field(default_factory=list)
-    gaps: list[float] = field(default_factory=list)  # how far each node scored below the best of its siblings
+    gaps: list[float] = field(default_factory=list)  # best score among the node's siblings minus the node's score
     _children: list[Sequence[int]] = field(default_factory=lambda: [()])  # children of node -1, then of every node
     _depths: list[int] = field(default_factory=lambda: [0])  # depth of node -1, then of every node
     tip: int = -1  # last node of the main path
@@ -59,7 +59,7 @@ class DraftSequence:
         return self.num_drafted == len(self.parents)
 
     def children(self, node: int) -> Sequence[int]:
-        """Returns the children of `node`, likeliest first; none before `node` was extended."""
+        """Returns the children of `node`, likeliest first; empty before `node` is extended."""
         return self._children[node + 1]
 
     def depth(self, node: int) -> int:
@@ -103,9 +103,10 @@ class DraftSequence:
         self.extend(self.tip, [token_id], [0.0])
 
     def missing(self, max_model_len: int, root: int = -1) -> list[int]:
-        """Returns the nodes to extend before the owed proposal is complete; none beyond `max_model_len` tokens.
+        """Returns the nodes to extend next towards a complete proposal; empty if the proposal is complete.
 
-        With `root`, the proposal is the one that will be owed when `root` is the last committed token.
+        Omits nodes at `max_model_len` tokens. `root`: last committed token that the proposal follows; by default the
+        current one, so that it is the owed proposal.
         """
         if self.shape is None:
             end = self.tip if root < 0 else self._end(root)
@@ -131,7 +132,7 @@ class DraftSequence:
 
     @property
     def proposal_depth(self) -> int:
-        """Depth to which the owed proposal follows the main path."""
+        """Number of nodes of the owed proposal that are on the main path."""
         if self.shape is None:
             return self.num_speculative_tokens
         depth, last = 0, -1
@@ -141,9 +142,10 @@ class DraftSequence:
         return depth
 
     def num_drafts_after(self, node: int, max_model_len: int) -> int:
-        """Returns the number of drafts that one step makes after `node`.
+        """Returns the number of drafts that one step makes after `node`, at least 1.
 
-        These complete a proposal. If the sequence may run ahead, one more is made in place of the bonus token.
+        They complete a proposal. If the sequence may run ahead, the step makes one more draft, as a guess of the bonus
+        token.
         """
         depth, number = self.depth(node), self.proposal_depth + (self.window > self.num_speculative_tokens)
         if node == self.tip and depth < self.proposal_depth:
@@ -151,7 +153,7 @@ class DraftSequence:
         return max(1, min(number, self.window - depth, max_model_len - self.num_committed - depth))
 
     def proposal(self) -> Drafts:
-        """Returns the finished part of the due tree."""
+        """Returns the part of the owed proposal that is drafted."""
         if self.shape is None:
             return Drafts(self.draft_token_ids[: self.num_speculative_tokens])
         found = self._find(self.shape, -1)
@@ -161,7 +163,7 @@ class DraftSequence:
         return Drafts.tree([self.token_of(found[node]) for node in nodes], parents)
 
     def _find(self, shape: Shape, root: int) -> dict[int, int]:
-        """Returns the nodes of `shape` that exist below `root`, mapped to the nodes of this tree."""
+        """Returns a dict from the nodes of `shape` to the nodes below `root` in their place, if these exist."""
         found = {-1: root}
         ranks = dict.fromkeys(shape, 0)
         for node, parent in enumerate(shape):
@@ -172,11 +174,10 @@ class DraftSequence:
         return found
 
     def commit(self, base: int, token_ids: Sequence[int]) -> list[int] | None:
-        """Adds every token committed since `base`, and keeps the part of the drafts that the target chose.
+        """Commits `token_ids`, which follow the first `base` tokens, and keeps the drafts that still fit.
 
-        Returns the kept nodes in order: those that were committed, then those that become the new tree. Returns None
-        and changes nothing if `token_ids` end before the known committed tokens. `base` must not be behind
-        (`is_behind`).
+        Returns the kept nodes in order: first the nodes that were committed, then the nodes of the new tree. Returns
+        None and changes nothing if `token_ids` end before the known committed tokens. `is_behind(base)` must be False.
         """
         assert not self.is_behind(base)
         if base + len(token_ids) < self.num_committed:
@@ -190,14 +191,14 @@ class DraftSequence:
                 break
             came_true.append(child)
             node = child
-        # If the target chose another token, all drafts are worthless.
+        # If the target chose a token that is not a draft, no drafts fit any more.
         rest = descendants_of(node, self.parents) if len(came_true) == len(news) else []
         self._replant(news, node, rest)
         self.is_exhausted = False
         return came_true + rest
 
     def _replant(self, news: Sequence[int], root: int, nodes: Sequence[int]) -> None:
-        """Commits `news`; the tree becomes `nodes`, which are below `root`."""
+        """Commits `news`, and replaces the tree with `nodes`, the descendants of `root`."""
         drafts = [self.token_of(node) for node in nodes]
         gaps = [self.gaps[node] for node in nodes]
         parents = renumbered(nodes, self.parents, root)
@@ -212,12 +213,12 @@ class DraftSequence:
             start = end
 
     def is_behind(self, base: int) -> bool:
-        """Returns True if tokens before `base` were committed that this worker never received."""
+        """Returns True if this worker has fewer than `base` committed tokens."""
         return base > self.num_committed
 
 
 class Drafter(ABC):
-    """Proposes tokens. Called from one thread; sequences are passed by reference and extended in place."""
+    """Proposes tokens. Not thread-safe. Extends the sequences that it gets in place."""
 
     max_model_len: int
     vocab_size: int  # sequences with other token IDs cannot be drafted
@@ -234,21 +235,21 @@ class Drafter(ABC):
 
     @property
     def free_tokens(self) -> int | None:
-        """Tokens of new sequences that there is room for; None: unlimited."""
+        """Number of tokens of new sequences that the drafter has room for; None: unlimited."""
         return None
 
     @abstractmethod
     def admit(self, sequence: DraftSequence) -> bool:
-        """Allocates memory for `sequence`. Returns False, unchanged, if there is none or it cannot be drafted."""
+        """Allocates memory for `sequence`. Returns False if there is not enough or the sequence cannot be drafted."""
 
     @abstractmethod
     def draft(self, sequences: Sequence[DraftSequence]) -> list[DraftSequence]:
-        """Runs one step: extends `sequences` at their nodes `to_extend`, or works towards it (a prefill chunk).
+        """Runs one step: extends each sequence at its nodes `to_extend`, or computes a chunk of its prompt.
 
-        Each node gets children. A drafter that `is_one_pass` also gives children to the first of these, and so on. If
-        not all sequences fit in a step, the first ones are taken. A drafter that has a single continuation only appends
-        to the main path. Sequences without any proposal are marked as exhausted. Returns the sequences that cannot go
-        on because there is no room for their next token; the caller releases them.
+        Each node gets children. A drafter with `is_one_pass` also extends the first child, the first child of that
+        child, and so on. A drafter that only finds a single continuation appends to the main path. If not all sequences
+        fit in a step, the step contains the first ones. Sequences without any proposal are marked as exhausted. Returns
+        the sequences that have no room for their next token; the caller must release them.
         """
 
     def num_rows(self, sequence: DraftSequence, node: int) -> int:
@@ -262,7 +263,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def rewind(self, sequence: DraftSequence, kept: Sequence[int]) -> None:
-        """Handles a commit of `sequence`, which kept the nodes `kept` (see `DraftSequence.commit`)."""
+        """Updates the cache after a commit of `sequence`. `kept`: the result of `DraftSequence.commit`."""
 
     @abstractmethod
     def release(self, sequence: DraftSequence) -> None:

@@ -1,8 +1,8 @@
-"""Several steps of drafting without the host: each step draws its tokens on the device, as input of the next step.
+"""Runs several draft steps without the host: each step draws its tokens on the device, as input of the next step.
 
-A step of each size is recorded once, sampling included, and replayed for every further token. Everything that changes
-from step to step (tokens, positions, slots and the noise's counter) lies on the device and is advanced there. The host
-waits once, at the end.
+A step of each size, including sampling, is recorded once as a graph, and replayed for every further token. The values
+that change from step to step (tokens, positions, slots and the noise's counter) are on the device and are updated
+there. The host waits once, at the end.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from cluster.engine.triton_model import TritonModel
 from cluster.speculation.sampling import SampleRequest
 from cluster.speculation.triton_sampler import POSITION, RowTable, draw, empty_table, table_of
 
-MAX_STEPS = 65  # speculation.max_speculative_tokens is 64 at most, and the first is drawn before
+MAX_STEPS = 65  # tokens that a burst returns: speculation.max_speculative_tokens is at most 64
 
 
 class Burst:
-    """Recorded steps of one model, a row for each sequence. Only for chains without penalties."""
+    """Recorded steps of one model, with a row for each sequence. Supports only chains without penalties."""
 
     def __init__(self, model: TritonModel, limits: StepLimits, record: Recorder) -> None:
         self._sizes = graph_sizes(limits.max_num_seqs)
@@ -51,7 +51,7 @@ class Burst:
             paths=None,
             max_rows=1,
         )
-        self._ends = numbers(largest)  # number of positions kept per row
+        self._ends = numbers(largest)  # per row: the first position whose keys and values are not kept
         self._table = empty_table(largest, self._device)
         self._tokens = numbers(largest, MAX_STEPS)
         self._place = numbers(1)  # position of the next tokens in `_tokens`
@@ -59,7 +59,7 @@ class Burst:
 
     @classmethod
     def of(cls, runner: ModelRunner, limits: StepLimits) -> Burst | None:
-        """Returns the burst of a model that records its steps; None for other models."""
+        """Returns a burst if the model of `runner` records its steps; otherwise None."""
         model = runner.model
         if not isinstance(model, TritonModel) or model.recorder is None:
             return None
@@ -77,10 +77,10 @@ class Burst:
         block_tables: Sequence[Sequence[int]],
         num_tokens: Sequence[int],
     ) -> list[list[int]]:
-        """Returns `num_tokens[i]` tokens, at least one, for each of `requests`, which have a row of `logits` each.
+        """Returns `num_tokens[i]` new tokens for `requests[i]`. Each request has one row of `logits`.
 
-        The first token is drawn from `logits`, and the others from steps over `block_tables`. These need room for the
-        input of each step: one token less than is drawn.
+        The first token is drawn from `logits`, and the others from steps over `block_tables`. The block tables need
+        room for the input of each step: `num_tokens[i] - 1` tokens. Every number of tokens must be at least 1.
         """
         num_rows = len(requests)
         table = table_of(requests, self._vocab_size, self._device)
@@ -90,7 +90,7 @@ class Burst:
         if num_steps:
             size = self._sizes[bisect_left(self._sizes, num_rows)]
             self._begin(ids[:, 0], table, requests, block_tables, num_tokens)
-            for numbers in (self._inputs.positions, self._ends):  # entries of the rows that pad a step
+            for numbers in (self._inputs.positions, self._ends):  # clear the rows that pad the step to its size
                 numbers[num_rows:size].fill_(0)
             self._inputs.slots[:size].copy_(self._slots(size))
             for _ in range(num_steps):
@@ -106,7 +106,7 @@ class Burst:
         block_tables: Sequence[Sequence[int]],
         num_tokens: Sequence[int],
     ) -> None:
-        """Sets the inputs of the first step: the tokens `ids`, each at the position for which it was drawn."""
+        """Sets the inputs of the first step: each token of `ids` at the position for which it was drawn."""
         inputs, num_rows = self._inputs, len(requests)
         width = max(map(len, block_tables))
         state = np.zeros((num_rows, 2 + width), dtype=np.int64)
@@ -138,13 +138,16 @@ class Burst:
             self._tokens[:size].index_copy_(1, self._place % MAX_STEPS, ids)
             for numbers in moved_on:
                 numbers.add_(1)
-            view.positions.clamp_(max=last_position)  # rows that have ended continue with the others
+            view.positions.clamp_(max=last_position)  # rows that have all their tokens keep running with the others
             view.slots.copy_(self._slots(size))
 
         return step
 
     def _slots(self, num_rows: int) -> torch.Tensor:
-        """Returns the slots of the inputs' keys and values; rows that have ended or pad a step use the spare block."""
+        """Returns the slots of the inputs' keys and values.
+
+        Rows that have all their tokens, and rows that pad a step, get the spare slot.
+        """
         inputs, size = self._inputs, self._block_size
         positions, tables = inputs.positions[:num_rows], inputs.block_tables[:num_rows]
         places = (positions // size).clamp(max=tables.shape[1] - 1)

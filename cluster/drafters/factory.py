@@ -30,22 +30,25 @@ def make_drafter(config: Config, progress: Progress | None = None) -> Drafter:
 
 
 def load_draft_model(config: Config, progress: Progress | None = None) -> ModelRunner:
-    """Returns the model of a drafter with a model, with an empty cache. Raises ConfigurationError."""
+    """Returns a runner with the draft model and an empty cache. Raises ConfigurationError.
+
+    The drafter must be one for which `is_model` returns True.
+    """
     loaded = load_draft_weights(config, progress)
     return ModelRunner.with_cache(loaded, config.draft, kv_cache_budget(config.draft, loaded.weights.device))
 
 
 def is_model(drafter: DrafterName) -> bool:
-    """Returns True if `drafter` is a model of the PyTorch engine."""
+    """Returns True if `drafter` runs a model on the PyTorch engine."""
     return drafter in _MODELS
 
 
 def load_draft_weights(
     config: Config, progress: Progress | None = None, target: LoadedModel | None = None
 ) -> LoadedModel:
-    """Returns the model of a drafter with a model. Shares tensors with a `target` in the same process.
+    """Returns the draft model. May share tensors with `target`, a model in the same process.
 
-    Raises ConfigurationError.
+    Raises ConfigurationError. The drafter must be one for which `is_model` returns True.
     """
     return _MODELS[config.draft.drafter](config, progress, target)
 
@@ -68,7 +71,7 @@ def _layer_skip(config: Config, progress: Progress | None, target: LoadedModel |
 
 
 def _self_int4(config: Config, progress: Progress | None, target: LoadedModel | None) -> LoadedModel:
-    """Returns the target's model with its projections in 4 bits; embedding, last norm and head are the target's."""
+    """Returns the target's model with 4-bit projections; embedding, last norm and head stay as they are."""
     draft = _of_target(config).model_copy(update={"quantization": "int4"})
     if target is None:
         return _load(draft, progress)
@@ -82,7 +85,7 @@ def _self_int4(config: Config, progress: Progress | None, target: LoadedModel | 
 
 
 def _check_shared(config: Config, target: LoadedModel) -> None:
-    """Raises ConfigurationError if a setting prevents the draft from sharing the target's tensors."""
+    """Raises ConfigurationError if `draft.device` or `draft.dtype` prevents sharing the target's tensors."""
     draft, weights = config.draft, target.weights
     for name, own, shared in (
         ("device", draft.device, weights.device.type),
@@ -172,6 +175,7 @@ def _of_target(config: Config) -> DraftConfig:
 
 
 def _load(draft: DraftConfig, progress: Progress | None, layers: LayerChoice | None = None) -> LoadedModel:
-    # A draft reads its weights as often as it proposes; without the kernels, though, PyTorch's float32 is the faster.
+    # Every draft step reads all weights, so small weights are faster. Without the kernels, PyTorch is faster in
+    # float32.
     dtype_on_cpu = torch.bfloat16 if has_kernels() else torch.float32
     return load_weights(draft, dtype_on_cpu=dtype_on_cpu, progress=progress, layers=layers)

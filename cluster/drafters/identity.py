@@ -11,7 +11,10 @@ from cluster.model_folder import resolve_model_folder
 
 
 def draft_fingerprint(config: Config) -> str:
-    """Returns the hexadecimal SHA-256 of the proposals' inputs except the CPU. Raises ConfigurationError."""
+    """Returns the hexadecimal SHA-256 of the model and settings that proposals depend on. Raises ConfigurationError.
+
+    Proposals also depend on the processor, which is not included.
+    """
     draft = config.draft
     settings = draft.model_dump(mode="json", include={"drafter", "dtype", "quantization", "layers", "ngram_max"})
     if draft.drafter == "simulated":

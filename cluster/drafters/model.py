@@ -1,4 +1,4 @@
-"""A small model as the drafter: it proposes its own choices under the target's noise."""
+"""A drafter with a small model. It proposes the model's own choices under the target's noise."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Cache:
-    """KV cache of one sequence: node n of its tree has the n-th place after the committed tokens."""
+    """KV cache of one sequence. Node n of the tree has place `num_committed + n` in the cache."""
 
     block_table: list[int]
-    num_computed_tokens: int  # committed tokens; with drafts present, all of them
+    num_computed_tokens: int  # computed tokens among the committed tokens; all of these if there are drafts
     computed_nodes: set[int] = field(default_factory=set)
     counts: TokenCounts | None = None  # counts of the committed tokens, for penalties
 
@@ -35,7 +35,7 @@ class _Cache:
 @dataclass(slots=True)
 class LevelStep:
     segments: list[Segment] = field(default_factory=list)
-    # The nodes that are extended, each with its rows of logits.
+    # For each node that is extended: its sequence, the node, and its number of rows of logits.
     extended: list[tuple[DraftSequence, int, int]] = field(default_factory=list)
     num_rows: int = 0
 
@@ -47,12 +47,12 @@ class LevelStep:
 class ModelDrafter(Drafter):
     """Drafts with a model of the PyTorch engine.
 
-    Admission takes the blocks for a sequence's tokens and window, growth takes more. A sequence that cannot grow is
-    given up.
+    `admit` allocates blocks for a sequence's tokens and window; `draft` allocates more as the sequence grows. `draft`
+    returns the sequences that cannot grow.
     """
 
     def __init__(self, runner: ModelRunner, limits: StepLimits, burst: Burst | None = None) -> None:
-        """`burst`: draws the tokens of owed chains without the host."""
+        """`burst`: draws all tokens of owed chains on the device; None: one token per step."""
         self.max_model_len = limits.max_model_len
         self.vocab_size = runner.model.config.vocab_size
         self.dtype = str(runner.model.dtype).removeprefix("torch.")
@@ -120,7 +120,7 @@ class ModelDrafter(Drafter):
             else:
                 self._extend_by(burst, [sequence for sequence, *_ in step.extended], logits)
             if not step.extended:
-                self._runner.wait()  # otherwise the next step would seem to take the time of both
+                self._runner.wait()  # otherwise the time of this step would be measured as part of the next one
             self.num_step_rows = step.num_rows
             self._pace.observe(step.num_rows, chunks, time.perf_counter() - started_at)
         return without_room
@@ -131,11 +131,11 @@ class ModelDrafter(Drafter):
             cache.computed_nodes.clear()
             return
         is_computed = [node in cache.computed_nodes for node in kept]
-        # There were drafts, so all tokens before them were computed. The last nodes may have no slots yet.
+        # There were drafts, so all tokens before them are computed. The last of the kept nodes may have no slots yet.
         num_with_slots = max((place + 1 for place, computed in enumerate(is_computed) if computed), default=0)
         self._runner.keep(cache.block_table, cache.num_computed_tokens, kept[:num_with_slots])
         num_committed = min(len(kept), sequence.num_committed - cache.num_computed_tokens)
-        # The last accepted draft may not have been computed; then nothing follows it.
+        # The last accepted draft may not be computed. In this case it has no descendants.
         cache.num_computed_tokens += sum(is_computed[:num_committed])
         cache.computed_nodes = {node for node, computed in enumerate(is_computed[num_committed:]) if computed}
 
@@ -154,18 +154,18 @@ class ModelDrafter(Drafter):
         return sequence.num_committed - self._caches[sequence].num_computed_tokens
 
     def _num_round_tokens(self, sequence: DraftSequence) -> int:
-        """Returns the most tokens that a round leaves uncomputed.
+        """Returns the maximum number of uncomputed tokens after a round.
 
-        A sequence with more is still computing its prompt.
+        A sequence with more uncomputed tokens counts as one whose prompt is being computed.
         """
         return sequence.window + 1
 
     def _num_prompt_rows(self, sequence: DraftSequence) -> int:
-        """Returns the number of rows until the first draft of a prompt."""
+        """Returns the number of rows that the sequence needs before its first draft."""
         return self._num_uncomputed(sequence)
 
     def _add(self, step: LevelStep, sequence: DraftSequence, most: int) -> None:
-        """Adds the rows of `sequence` to `step`, at most `most`."""
+        """Adds at most `most` rows of `sequence` to `step`."""
         if most > 0:
             segment, nodes = _next_segment(sequence, self._caches[sequence], most)
             step.add(segment)
@@ -195,12 +195,12 @@ class ModelDrafter(Drafter):
         )
 
     def _num_owed(self, sequence: DraftSequence) -> int:
-        """Returns the tokens until the proposal of a chain is complete, at least one, which runs ahead."""
+        """Returns the number of tokens that complete a chain's proposal; 1 if it is complete, to run ahead."""
         room = self.max_model_len - len(sequence.token_ids)
         return max(1, min(sequence.num_speculative_tokens - sequence.num_drafted, room))
 
     def _extend_by(self, burst: Burst, sequences: Sequence[DraftSequence], logits: torch.Tensor) -> None:
-        """Adds the owed tokens to every chain, as far as there are blocks."""
+        """Adds the owed tokens to every chain; only one token to a chain without blocks for more."""
         owed = []
         for sequence in sequences:
             count = self._num_owed(sequence)

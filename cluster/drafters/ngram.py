@@ -1,4 +1,4 @@
-"""Prompt lookup: proposes the tokens that followed an earlier occurrence of the last ones (Saxena, 2023)."""
+"""Prompt lookup: proposes the tokens that followed an earlier occurrence of the last tokens (Saxena, 2023)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from cluster.engine.limits import StepLimits
 
 
 class NgramDrafter(Drafter):
-    """Proposes from the text so far, without a model: good for code, quotations and other repetitive text.
+    """Drafter without a model, which proposes from the text so far: good for code, quotations and repetitive text.
 
-    Among the earlier occurrences of the last tokens, the longest match is used, and among equals the latest.
+    It searches for an earlier occurrence of the last tokens. It uses the longest match, and among equals the latest.
     """
 
     dtype = "none"
@@ -22,7 +22,7 @@ class NgramDrafter(Drafter):
         self.vocab_size = vocab_size
         self.max_model_len = limits.max_model_len
         self._max_num_seqs = limits.max_num_seqs
-        self._max_new_tokens = limits.max_num_batched_tokens  # per step: all other sequences wait for it
+        self._max_new_tokens = limits.max_num_batched_tokens  # tokens to index per step: all sequences wait meanwhile
         self._lengths = range(longest, shortest - 1, -1)
         self._indices: dict[DraftSequence, _Index] = {}
 
@@ -50,7 +50,7 @@ class NgramDrafter(Drafter):
             if start is None:
                 sequence.is_exhausted = True
             else:
-                # A match that reaches the end is its own continuation: it repeats.
+                # If the match reaches the end of the tokens, its continuation is the text just proposed: it repeats.
                 for offset in range(end - len(sequence.token_ids)):
                     sequence.append(sequence.token_ids[start + offset])
         return []
@@ -66,15 +66,15 @@ class NgramDrafter(Drafter):
 
 
 class _Index:
-    """Index of runs of tokens: the place of the token that last followed each run."""
+    """Index from each run of tokens to the position of the token that last followed it."""
 
     def __init__(self, lengths: range) -> None:
         self._lengths = lengths
         self._next: dict[tuple[int, ...], int] = {}  # a run of tokens → index of the token that follows it
-        self.num_tokens = 0  # tokens that are indexed
+        self.num_tokens = 0  # number of indexed tokens
 
     def extend(self, token_ids: Sequence[int], num_tokens: int) -> None:
-        """Indexes the tokens up to the first `num_tokens`. The last one has no token after it yet."""
+        """Indexes the first `num_tokens` tokens. Runs that end with the last one wait for the token after it."""
         for end in range(max(1, self.num_tokens), num_tokens):
             for length in self._lengths:
                 if length <= end:
@@ -82,7 +82,10 @@ class _Index:
         self.num_tokens = max(self.num_tokens, num_tokens)
 
     def find(self, token_ids: Sequence[int]) -> int | None:
-        """Returns the index after the earlier occurrence of the longest known run that ends `token_ids`."""
+        """Returns the position after the latest earlier occurrence of the longest run that ends `token_ids`.
+
+        Returns None if no run occurred before.
+        """
         for length in self._lengths:
             start = self._next.get(tuple(token_ids[-length:])) if length <= len(token_ids) else None
             if start is not None:

@@ -1,9 +1,9 @@
-"""A model that drafts all tokens of a proposal in one step, from mask tokens.
+"""A drafter whose model drafts all tokens of a proposal in one step, from mask tokens.
 
 PARD (An et al., arXiv 2504.18583, section 3.1): after the last committed token the input has one mask token for each
-further draft. The row of the last committed token gives the first draft, that of the first mask the second, and so on;
-a mask attends to all committed tokens and to the masks before it. Each draft is the best token under the noise of its
-position, as a model's is (`cluster.drafters.model`), but does not depend on the drafts chosen before it.
+further draft. The row of the last committed token gives the first draft, the row of the first mask gives the second,
+and so on. A mask attends to all committed tokens and to the masks before it. Each draft is the best token under the
+noise of its position, as in `cluster.drafters.model`, but it does not depend on the drafts before it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from cluster.engine.runner import ModelRunner
 from cluster.speculation.drafts import path_to
 from cluster.speculation.sampling import SampleRequest
 
-_MAX_ROUND_TOKENS = 65  # tokens that a round commits: speculation.max_speculative_tokens is at most 64
+_MAX_ROUND_TOKENS = 65  # maximum tokens of a round: speculation.max_speculative_tokens is at most 64
 
 
 class ParallelDrafter(ModelDrafter):
     """Drafts with a model of the PyTorch engine that was trained for mask tokens.
 
-    The next step overwrites the keys and values of masks. A draft becomes an input only if a draft after it is
-    extended, to run ahead: a step extends the drafts that outcomes may lead to, each with masks of its own.
+    The next step overwrites the keys and values of masks. To run ahead, a step extends several drafts, each with its
+    own masks. Only these drafts and the drafts on the paths to them become inputs.
     """
 
     is_one_pass = True
@@ -65,10 +65,10 @@ class ParallelDrafter(ModelDrafter):
                 break
             num_tokens = len(sequence.token_ids) + rows.num_masks + num_masks
             if not self._runner.blocks.grow(cache.block_table, num_tokens):
-                num_masks = 0  # the tokens have their blocks, only those of the masks are missing
+                num_masks = 0  # the tokens have blocks, but the masks do not
             rows.extend(node, path, num_masks)
             step.extended.append((sequence, node, 1 + num_masks))
-        if not rows.extended:  # no room for a whole path
+        if not rows.extended:  # the step has no room for a whole path
             rows.inputs.update(path[: most - (end - start)])
         if rows.extended or rows.inputs:
             step.add(rows.segment(cache.block_table, self._mask_token_id))
@@ -112,13 +112,14 @@ class ParallelDrafter(ModelDrafter):
 class _Rows:
     """Rows of one sequence in a step.
 
-    They are the committed tokens from `start` on, drafts that become inputs, and the nodes that are extended, each
-    followed by its masks. Places are counted from `start`: first the committed tokens, then the drafts, then the masks.
+    The rows are the committed tokens from `start` on, then the drafts that become inputs, then the nodes to extend,
+    each followed by its masks. Places are counted from `start`: first the committed tokens, then the drafts, then the
+    masks.
     """
 
     def __init__(self, sequence: DraftSequence, start: int) -> None:
-        self.inputs: set[int] = set()  # nodes that are not extended
-        self.extended: list[tuple[int, int]] = []  # nodes, each with its number of masks
+        self.inputs: set[int] = set()  # nodes that become inputs but are not extended
+        self.extended: list[tuple[int, int]] = []  # nodes to extend, each with its number of masks
         self.num_masks = 0
         self._sequence = sequence
         self._start = start
@@ -131,7 +132,7 @@ class _Rows:
         return self._num_committed + len(self.inputs) + len(self.extended) + self.num_masks + num_others + 1
 
     def extend(self, node: int, path: Sequence[int], num_masks: int) -> None:
-        if node < 0:  # the last committed token is its row, even if computed before
+        if node < 0:  # the last committed token needs a row, even if it was computed before
             self._start = min(self._start, self._sequence.num_committed - 1)
         self.inputs.update(path)
         self.extended.append((node, num_masks))

@@ -12,17 +12,18 @@ from cluster.simulated_engines.steps import REAL_TIME, StepCurve, Timekeeper
 from cluster.simulated_engines.tokens import token_at, uniform_at
 
 _GAPS = [float(rank) for rank in range(64)]  # gaps of siblings, most likely first
-# How often a next best draft is right when all better ones are wrong. Of a distilled pair the target's choice was among
-# the first 1, 2, 4 with 0.772, 0.898, 0.962: 0.55 for the second, 0.39 for the third and fourth.
+# Probability that a next best draft is right if all better ones are wrong. With a distilled pair, the target's choice
+# was among the best 1, 2 and 4 drafts with probability 0.772, 0.898 and 0.962. This gives 0.55 for the second draft,
+# and 0.39 for the third and fourth.
 _NEXT_BEST = 0.5
 
 
 class SimulatedDrafter(Drafter):
-    """Computes the simulated target's choice, and proposes another token with a set probability.
+    """Proposes the simulated target's choice, or with a configured probability another token.
 
-    Whether a draft is right depends on the noise key and the position, so runs agree. With an acceptance that is not a
-    single number it also depends on the place in the proposal or the time. A step's duration depends on its rows: one
-    per sequence, and those of a prompt chunk. There is room for `max_num_seqs` sequences.
+    The noise key and the position decide whether a draft is right, so runs are reproducible. If the acceptance is not a
+    single number, the place in the proposal or the time matter too. The duration of a step depends on its rows: the
+    rows of the extended nodes and of prompt chunks. The drafter has room for `max_num_seqs` sequences.
     """
 
     dtype = "simulated"
@@ -44,7 +45,7 @@ class SimulatedDrafter(Drafter):
         self._time = time
         self._curve = StepCurve(simulation.draft_step_ms)
         self._limits = limits
-        self._uncomputed: dict[DraftSequence, int] = {}  # tokens of the prompt
+        self._uncomputed: dict[DraftSequence, int] = {}  # uncomputed prompt tokens of each sequence
 
     def admit(self, sequence: DraftSequence) -> bool:
         if len(self._uncomputed) >= self._limits.max_num_seqs or len(sequence.token_ids) >= self.max_model_len:
@@ -72,7 +73,7 @@ class SimulatedDrafter(Drafter):
         del self._uncomputed[sequence]
 
     def _extend(self, sequence: DraftSequence, budget: int) -> int:
-        """Returns the rows that `sequence` takes of `budget`."""
+        """Extends `sequence`. Returns the number of rows that this takes, at most `budget`."""
         rows = self._uncomputed[sequence]
         if rows:
             rows = min(rows, budget)
@@ -92,7 +93,7 @@ class SimulatedDrafter(Drafter):
         return min(max(rows, num_node_rows), budget)
 
     def _choices(self, sequence: DraftSequence, depth: int, place: int, width: int) -> list[int]:
-        """Returns the `width` drafts after `depth` others, all different. `place`: place in the proposal, from 0."""
+        """Returns the `width` drafts after a path of `depth` drafts. `place`: place in the proposal, from 0."""
         key, position = sequence.noise_key, sequence.num_committed + depth
         token, acceptance = token_at(key, position, self.vocab_size), self.acceptance.at(place)
         for rank in range(width):

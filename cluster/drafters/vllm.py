@@ -1,4 +1,4 @@
-"""A vLLM engine as the drafter, for models that only vLLM runs: it samples chains under the target's noise."""
+"""A drafter with a vLLM engine, for models that only vLLM runs. It samples chains under the target's noise."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from cluster.vllm.draft_engine import DraftEngine
 
 @dataclass(slots=True)
 class _Request:
-    """The engine's request for a sequence. It continues while all of its tokens are accepted."""
+    """The engine's request for a sequence. It continues while the target accepts all of its tokens."""
 
     id: str
     params: SamplingParams
     num_tokens: int
-    num_drafts: int  # the latest steps
+    num_drafts: int  # tokens at the end that are drafts
 
 
 class VllmDrafter(Drafter):
     """Extends the main paths of all sequences that request it, one engine step at a time.
 
-    If the target chose other tokens, or more than were drafted, the sequence's request is removed and its next step
-    starts another. The prefix cache limits the recomputation to the new tokens and at most one block. Blocks are
-    counted here when a sequence is admitted and as it grows, so that the engine never has to preempt a request. A
-    sequence that cannot grow is given up.
+    If the target chose other tokens, or more tokens than were drafted, the drafter removes the engine's request and
+    starts a new one in the next step. The prefix cache limits the recomputation to the new tokens and at most one
+    block. The drafter reserves blocks when a sequence is admitted and as it grows, so that the engine never has to
+    preempt a request. `draft` returns the sequences that cannot grow.
     """
 
     def __init__(self, engine: DraftEngine, max_num_seqs: int) -> None:
@@ -92,7 +92,7 @@ class VllmDrafter(Drafter):
     def _step(self, taking_part: dict[str, DraftSequence]) -> None:
         by_id = {request.id: sequence for sequence, request in self._requests.items()}
         for request_id, token_id in self._engine.step(taking_part.keys()).items():
-            # Includes one that was not requested now, but whose prompt was still being computed.
+            # May include a sequence that this step did not request, if its prompt was still being computed.
             sequence = by_id[request_id]
             sequence.append(token_id)
             request = self._requests[sequence]
@@ -100,7 +100,7 @@ class VllmDrafter(Drafter):
             request.num_drafts += 1
 
     def _request_of(self, sequence: DraftSequence) -> _Request:
-        """Returns the engine's request for `sequence`; starts one if there is none."""
+        """Returns the engine's request for `sequence`. Starts a request if there is none."""
         request = self._requests.get(sequence)
         if request is not None and request.params != sequence.params:
             self._remove_request(sequence)  # the sequence is now drafted at another temperature
@@ -122,9 +122,9 @@ class VllmDrafter(Drafter):
         return self.num_blocks - sum(self._reserved.values())
 
     def _reserve(self, sequence: DraftSequence, num_tokens: int) -> bool:
-        """Reserves blocks for `num_tokens` tokens of `sequence`; never reduces them.
+        """Reserves blocks for `num_tokens` tokens of `sequence`; never reduces the reservation.
 
-        Returns False if too few are free.
+        Returns False if too few blocks are free.
         """
         num_had = self._reserved.get(sequence, 0)
         num_needed = max(num_had, -(-num_tokens // self.block_size))

@@ -12,12 +12,12 @@ from cluster.speculation.drafts import is_chain
 from cluster.speculation.params import SamplingParams
 from cluster.wire.messages import Proposal, SpeculateReply, Timing
 
-# Learning rates of `CoordinatorLink.round_seconds`, after a longer and after a shorter round. About four rounds in five
-# are longer than this estimate. A draft step that still runs when an outcome arrives costs the target more than an idle
-# draft worker does when the outcome is late.
+# Learning rates of `CoordinatorLink.round_seconds`, after a longer and after a shorter round. The estimate is low on
+# purpose: about four rounds in five take longer. If a draft step still runs when an outcome arrives, the target waits,
+# which costs more than a draft worker that is idle until a late outcome.
 _LONGER_RATE, _SHORTER_RATE = 0.03, 0.3
 _LEAST_REST_SECONDS = 1e-4
-_MAX_CHANGE = 2.0  # a round counts as at most this many times the estimate: one with a prompt does not predict the next
+_MAX_CHANGE = 2.0  # a round counts as at most this many times the estimate, because rounds with prompts take longer
 
 Deliver = Callable[[SpeculateReply], None]
 "Accepts a reply to a coordinator; never blocks."
@@ -28,13 +28,13 @@ class CoordinatorLink:
     """The reply channel of a link, and the times that are reported to its coordinator."""
 
     deliver: Deliver
-    answered_at: float  # when it last answered
+    answered_at: float  # when the worker last sent a reply on the link
     received_at: float = 0.0  # when the last request arrived
     num_waiting_bytes: int = 0  # bytes of requests in the inbox
-    step_seconds: float = 0.0  # the last step with a sequence of this link
-    batch: int = 0  # its sequences in that step
-    rows: int = 0  # rows of its sequences in that step
-    is_first: bool = False  # whether the step was the first of a proposal for some of them
+    step_seconds: float = 0.0  # duration of the last step with a sequence of this link
+    batch: int = 0  # number of the link's sequences in that step
+    rows: int = 0  # rows of these sequences in that step
+    is_first: bool = False  # whether some of these sequences began a proposal in that step
     advanced_at: float | None = None  # when tokens were last committed
     round_seconds: float | None = None  # low estimate of the time between two commits; None: unknown
 
@@ -50,9 +50,9 @@ class CoordinatorLink:
         self.advanced_at = arrived_at
 
     def outcome_in(self, now: float) -> tuple[float, float | None]:
-        """Returns the seconds until the next outcome is expected, and until it is overdue by one round.
+        """Returns the seconds until the next outcome is expected, and the seconds until it is overdue by one round.
 
-        Returns infinity and None if it is overdue by more, or if no round has been timed.
+        Returns infinity and None if the outcome is overdue by more than a round, or if no round has been timed.
         """
         if self.advanced_at is None or self.round_seconds is None:
             return math.inf, None
@@ -71,20 +71,20 @@ class Entry:
     wire_id: int  # the sequence's number on its link
     link: int
     sequence: DraftSequence
-    granted_window: int  # how far past the committed tokens it may draft, whatever k is
+    granted_window: int  # number of drafts after the committed tokens that the coordinator allows for any k
     target_params: SamplingParams  # the drafter samples with these parameters except for the temperature
-    takes_parts: bool  # its coordinator accepts proposals in parts
-    exponent: int = 0  # index of the temperature difference
-    num_rounds: int = 0  # rounds drafted with it
+    takes_parts: bool  # whether the coordinator accepts proposals in parts
+    exponent: int = 0  # draft temperature, as the exponent of its factor on the target's (`DraftTemperature`)
+    num_rounds: int = 0  # rounds drafted with this exponent
     owes_proposal: bool = True
     lacks: list[int] | None = None  # nodes to extend before the proposal is complete; None: not determined yet
     sent: Sent = field(default_factory=lambda: Sent())
     frontier: Frontier | None = None  # None: has to be computed
-    is_computed: bool = False  # its prompt is computed: it has been drafted for
-    is_behind: bool = False  # by more tokens than a round commits, after it was not drafted for some time
+    is_computed: bool = False  # whether the sequence has had drafts, so its prompt is computed
+    is_behind: bool = False  # whether a commit added more tokens than a round can, and no step has followed
 
     def has_proposal(self, max_model_len: int) -> bool:
-        """Returns True if the due proposal is complete, or cannot grow further."""
+        """Returns True if the owed proposal is complete, or cannot grow further."""
         if self.lacks is None:
             self.lacks = [] if self.sequence.is_exhausted else self.sequence.missing(max_model_len)
         return not self.lacks
@@ -103,9 +103,9 @@ class Entry:
         return self.takes_parts and self.runs_ahead and self.sequence.shape is None
 
     def ahead(self, run_ahead: RunAhead, max_depth: int, owed: Container[int]) -> Iterator[tuple[float, Entry, int]]:
-        """Yields the nodes that may be extended ahead, with the probability that each is needed; the likeliest first.
+        """Yields (probability that the node is needed, this entry, node) for nodes to extend ahead, likeliest first.
 
-        Omits the nodes at `max_depth` and those in `owed`.
+        Omits the nodes at `max_depth` and the nodes in `owed`.
         """
         if self.sequence.shape is not None:
             chances = tree_nodes(self.sequence, run_ahead)
@@ -120,7 +120,7 @@ class Entry:
                 yield chances[node], self, node
 
     def proposal(self) -> Proposal:
-        """Returns the owed proposal; includes all early drafts if it is sent in parts."""
+        """Returns the owed proposal. A proposal in parts also includes all drafts beyond the owed ones."""
         if self._comes_in_parts:
             return self.news()
         drafts = self.sequence.proposal()
@@ -140,7 +140,7 @@ class Sent:
 
     def __init__(self) -> None:
         self.num_seen = 0  # nodes that were examined
-        self._numbers = {-1: -1}  # numbers of the sent nodes, in the coordinator's tree
+        self._numbers = {-1: -1}  # for each sent node, its number in the coordinator's tree
         self._main = {-1}  # nodes of the main path
 
     @property
@@ -150,7 +150,8 @@ class Sent:
     def rest(self, sequence: DraftSequence) -> tuple[list[int], list[int]]:
         """Returns the tokens and parents of the nodes that were not examined yet.
 
-        Omits next bests where no outcome of this round can branch off.
+        A node off the main path, or beyond the bonus token, sends only its best child: this round cannot choose
+        another.
         """
         token_ids: list[int] = []
         parents: list[int] = []

@@ -1,8 +1,9 @@
 """Run-ahead: drafts that a worker makes before they are requested, while the targets verify.
 
-The main path continues past the proposal: under the shared noise its next token is the best guess of the bonus token.
-Branches start where the target may choose otherwise, at the draft's next best, and continue as far as a proposal needs.
-The likeliest nodes are extended first. They are added to the steps that draft due proposals, if these have room.
+The main path continues after the proposal: under the shared noise its next token is the best guess of the bonus token.
+A branch starts with a next best token of the draft, for the case that the target rejects the best one, and has the
+length of a proposal. Nodes are extended in order of probability, in steps that draft owed proposals and have room, and
+in steps of their own.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from cluster.telemetry.metrics import Reading
 _NUM_POSITIONS = 64
 _DECAY = 0.998  # decay of the counts per round
 MAX_NODES_AHEAD = 64  # nodes that a step extends ahead: choosing them takes as long as a small step
-MAX_SEQUENCES_AHEAD = 32  # with more sequences none runs ahead: a step's bookkeeping takes 80 us for each that does
-_SLOWER = 1.1  # maximum time of a step, relative to one without rows that run ahead, while a proposal is owed
-_MAX_BRANCH_CHANCE = 0.5  # maximum chance of a next best: it scored lower
+MAX_SEQUENCES_AHEAD = 32  # with more sequences, running ahead stops: its bookkeeping takes 80 us per sequence and step
+_SLOWER = 1.1  # while a proposal is owed, rows that run ahead may make a step this many times as long
+_MAX_BRANCH_CHANCE = 0.5  # maximum chance of a next best token: its score is lower than the best
 
 
 class RunAhead:
-    """Learns where outcomes leave the main path, which predicts the nodes that are needed.
+    """Learns at which positions outcomes leave the main path, and predicts from it the nodes that will be needed.
 
     Share of the rounds whose next proposal was ready at once:
         sum(rate(outrider_run_ahead_hits_total[1m]))
@@ -40,10 +41,11 @@ class RunAhead:
         self.num_branches = num_branches
         self._hits: Counter[str] = Counter()
         self._misses: Counter[str] = Counter()
-        # For each position of the main path: the share of rounds that left it there, a quarter at first.
+        # For each position of the main path: rounds that reached it, and rounds that left the path there. The first
+        # estimate is that a quarter leaves.
         self._reached = [4.0] * _NUM_POSITIONS
         self._left = [1.0] * _NUM_POSITIONS
-        # The next bests where the target chose otherwise: how many it chose, and their odds by score.
+        # Over the next best tokens at positions where a round left: how many the target chose, and their summed odds.
         self._taken, self._odds = 1.0, 1.0
 
     def width(self, sequence: DraftSequence, *, may_branch: bool) -> int:
@@ -52,7 +54,7 @@ class RunAhead:
         return max(asked, 1 + self.num_branches) if may_branch and runs_ahead(sequence) else asked
 
     def stays(self, sequence: DraftSequence, parent: int) -> float:
-        """Returns the probability that the target, once it has chosen `parent`, chooses its first child.
+        """Returns the probability that the target chooses the first child of `parent`, given that it chose `parent`.
 
         `parent` is on the main path, or on the continuation of a branch.
         """
@@ -60,7 +62,7 @@ class RunAhead:
         return 1.0 - self._left[position] / self._reached[position]
 
     def chances(self, sequence: DraftSequence, parent: int) -> list[float]:
-        """Returns the probability of each child of `parent`."""
+        """Returns the probability of each child of `parent`, given that the target chose `parent`."""
         position = min(sequence.depth(parent), sequence.proposal_depth, _NUM_POSITIONS - 1)
         left = self._left[position] / self._reached[position]
         found = [1.0 - left]
@@ -70,7 +72,7 @@ class RunAhead:
         return found
 
     def observe(self, sequence: DraftSequence, news: Sequence[int]) -> str:
-        """Learns from the committed tokens `news`, which `sequence` lacks. Returns the kind of outcome."""
+        """Learns from `news`, committed tokens that `sequence` does not have yet. Returns the kind of outcome."""
         node = -1
         for position, token in enumerate(news[:_NUM_POSITIONS]):
             children = sequence.children(node)
@@ -103,14 +105,14 @@ class RunAhead:
 
 
 class Frontier:
-    """Nodes of one chain that may be extended early, and the probability that each is needed.
+    """Nodes that may be extended ahead for a sequence whose proposals are chains, with their probabilities.
 
-    It follows its sequence as that grows; after a commit it is replaced by a new one.
+    `follow` adds the sequence's new nodes. After a commit the sequence needs a new frontier.
     """
 
     def __init__(self, sequence: DraftSequence, run_ahead: RunAhead) -> None:
         self.nodes = [-1]  # nodes that may be extended, most likely first
-        self.chances = {-1: 1.0}  # chances of the nodes that outcomes lead to: how likely the target is to choose each
+        self.chances = {-1: 1.0}  # by node that an outcome may lead to: the probability that the target chooses it
         self._sequence = sequence
         self._run_ahead = run_ahead
         self._num_seen = 0  # nodes that were examined
@@ -118,7 +120,7 @@ class Frontier:
         self._max_depths = {-1: sequence.window}  # maximum depths below the nodes in `chances`
 
     def follow(self) -> None:
-        """Adds the nodes by which the sequence was extended."""
+        """Adds the nodes that the sequence got since the last call."""
         sequence, parents = self._sequence, self._sequence.parents
         if self._num_seen == len(parents):
             return
@@ -133,7 +135,7 @@ class Frontier:
                 is_main = parent in self._main
                 if is_main:
                     self._main.add(node)
-                # The target may leave the main path up to the bonus token.
+                # The target may leave the main path at any token of the proposal, or at the bonus token.
                 leaves = is_main and depth <= num_drafts + 1
                 chances = run_ahead.chances(sequence, parent) if leaves else (run_ahead.stays(sequence, parent),)
                 for child, chance in enumerate(chances, node):
@@ -147,9 +149,9 @@ class Frontier:
 
 
 def tree_nodes(sequence: DraftSequence, run_ahead: RunAhead) -> dict[int, float]:
-    """Returns the nodes to extend for the proposals after likely outcomes, and the probability that each is needed.
+    """Returns the nodes to extend ahead for a sequence whose proposals are trees, likeliest first.
 
-    The likeliest come first. The proposals of `sequence` are trees.
+    The value of a node is the probability that the next proposal needs it.
     """
     end = sequence.proposal_depth
     nodes = {sequence.tip: 1.0} if sequence.num_drafted <= end else {}
@@ -172,11 +174,11 @@ def num_nodes_ahead(
     curve: LearnedCurve,
     max_seconds: float = math.inf,
 ) -> int:
-    """Returns the number of nodes, by falling `chances`, that a step adds to the owed ones.
+    """Returns the number of nodes that a step extends ahead, in addition to the owed nodes.
 
-    It is the number that drafts the most needed tokens per second without noticeably delaying owed proposals. Each
-    node takes its number of `rows`; the `num_owed` owed nodes together take `num_owed_rows`. If none is owed, the step
-    takes at most `max_seconds`.
+    With this number the step drafts the most needed tokens per second without noticeably delaying owed proposals.
+    `chances`: probability that each node is needed, in falling order. `rows`: rows of each node. The `num_owed` owed
+    nodes take `num_owed_rows` in total. If no node is owed, the step takes at most `max_seconds`.
     """
     if not chances or not curve.is_known:
         return len(chances)

@@ -28,7 +28,10 @@ class TemperatureTuning:
             yield Reading("outrider_draft_temperature_factor", what, factor_of(search.best), labels=labels)
 
     def learn(self, entry: Entry, advance: Advance) -> None:
-        """Learns from the last proposal of `entry`, before `advance` is applied; sometimes changes its temperature."""
+        """Learns from the last proposal of `entry`; every few rounds changes the draft temperature of `entry`.
+
+        Must be called before `advance` is applied.
+        """
         sequence, params = entry.sequence, entry.target_params
         if params.is_greedy:
             return

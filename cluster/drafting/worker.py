@@ -23,20 +23,20 @@ from cluster.wire.messages import Advance, Open, SpeculateReply, SpeculateReques
 
 logger = logging.getLogger(__name__)
 
-MAX_STEPS_WITHOUT_NEW = 16  # in a row; after them a worker opens sequences even if it always owes proposals
-_SILENT_SECONDS = 0.5  # longest time until a coordinator receives the step times, if there is nothing else to send
-_NEWS_SECONDS = 0.001  # pause between two messages of early drafts: a message takes a tenth of that to write and read
-_MAX_CONTEXTS = 16  # contexts of the draft that a sequence may span before it is dropped: its tokens take memory
-_MAX_STEP_ROWS = 4096  # rows up to which step times are learned; beyond, a row adds little
+MAX_STEPS_WITHOUT_NEW = 16  # consecutive steps that may leave out new sequences while other proposals are owed
+_SILENT_SECONDS = 0.5  # maximum time between two replies with step times, if there is nothing else to send
+_NEWS_SECONDS = 0.001  # pause between two messages of early drafts, which each take 0.1 ms to write and read
+_MAX_CONTEXTS = 16  # maximum length of a sequence, in contexts of the draft model: tokens take memory
+_MAX_STEP_ROWS = 4096  # largest step whose time is learned; further rows add little
 _BRANCHING_SHARE = 0.8  # share of the KV blocks in use above which no new branches start
 
 
 class DraftWorker:
     """Drafts in its own thread or, if not started, in the thread that calls `step`.
 
-    A turn of the loop handles new requests and answers those that run-ahead has completed. It runs one step of the
-    drafter, for due proposals and for run-ahead. Then it sends the complete proposals, one message for each link.
-    Without work the thread sleeps.
+    A turn of the loop handles new requests, and answers the requests whose proposals running ahead has completed. Then
+    it runs one step of the drafter, for owed proposals and to run ahead, and sends the complete proposals in one
+    message per link. Without work the thread sleeps.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class DraftWorker:
         clock: Callable[[], float] = time.perf_counter,
         prepare_thread: Callable[[], None] = lambda: None,
     ) -> None:
-        """`prepare_thread`: called first in the new thread."""
+        """`prepare_thread`: called in the new thread before the loop."""
         self.run_ahead = RunAhead(run_ahead_branches)
         self._drafter = drafter
         self._clock = clock
@@ -61,12 +61,13 @@ class DraftWorker:
         self._num_kept_drafts = 0
         self._num_wasted_drafts = 0
         self._num_steps_without_new = 0  # consecutive steps that left new sequences out
-        self._inbox: list[tuple[int, SpeculateRequest | None, float]] = []  # with their arrival; None: the link is gone
+        # Link, request (None: the link is gone) and time of arrival.
+        self._inbox: list[tuple[int, SpeculateRequest | None, float]] = []
         self._wake = threading.Condition()
         self._stopping = False
-        # How long the loop may sleep unless a request arrives; None: indefinitely.
+        # Seconds that the loop may sleep unless a request arrives; None: indefinitely.
         self.idle_seconds: float | None = 0.0
-        self._rest_seconds: float | None = None  # until running ahead may resume; None: not before a request arrives
+        self._rest_seconds: float | None = None  # seconds until running ahead may resume; None: after the next request
         self._thread = threading.Thread(target=self._run, name="draft-worker", daemon=True)
         self.step_time = StepTime()
         self.error: BaseException | None = None
@@ -97,7 +98,7 @@ class DraftWorker:
 
     @property
     def is_drafting(self) -> bool:
-        """True if a proposal is due and its prompt is computed. For the thread that calls `step`."""
+        """True if a proposal is due and its prompt is computed. Only the thread that calls `step` may read it."""
         return any(entry.owes_proposal and entry.is_computed for entry in self._entries.values())
 
     def readings(self) -> Iterator[Reading]:
@@ -135,7 +136,7 @@ class DraftWorker:
             self._wake.notify()
 
     def num_waiting_bytes(self, link: int) -> int:
-        """Returns the bytes of the requests of `link` that wait for the loop."""
+        """Returns the size in bytes of the requests of `link` that the loop has not taken yet."""
         known = self._links.get(link)
         return 0 if known is None else known.num_waiting_bytes
 
@@ -155,7 +156,7 @@ class DraftWorker:
                 self._sleep_until_asked()
                 self.step()
         except BaseException as error:
-            # The process must not look healthy if its loop is dead; its main program watches `error`.
+            # The process must not look healthy after its loop has ended: its main program watches `error`.
             self.error = error
             logger.exception("the drafting loop ended")
 
@@ -170,7 +171,7 @@ class DraftWorker:
         self._draft()
 
     def take_in(self) -> None:
-        """Handles the requests that arrived, and answers those that are complete."""
+        """Handles the requests that arrived, and answers those whose proposals are already complete."""
         replies: dict[int, SpeculateReply] = {}
         for link, request, arrived_at in self._take_inbox():
             reply = replies.setdefault(link, SpeculateReply())
@@ -181,12 +182,12 @@ class DraftWorker:
             if known is not None and request.advances:
                 known.advanced(arrived_at)
             self._apply(link, request, reply)
-        # A proposal that run-ahead has already completed does not wait for another step.
+        # Proposals that running ahead has completed need not wait for another step.
         self._collect_proposals(replies)
         self._send(replies)
 
     def _draft(self) -> None:
-        """Runs one step of the drafter, for owed proposals and ahead of them; sends the completed ones."""
+        """Runs one step of the drafter, for owed proposals and to run ahead; sends the completed proposals."""
         batch = self._next_batch()
         replies: dict[int, SpeculateReply] = {}
         if not batch:
@@ -208,7 +209,8 @@ class DraftWorker:
             replies.setdefault(entry.link, SpeculateReply()).refused.add(entry.wire_id)
         self._collect_proposals(replies)
         self._collect_news(replies)
-        # A draft that is slower than the target has each proposal outdated before it is complete.
+        # Report the step times even without a proposal: if the draft is slower than the target, each proposal is
+        # outdated before it is complete.
         for number in {entry.link for entry in batch} - replies.keys():
             replies[number] = SpeculateReply()
         self._send(replies)
@@ -226,11 +228,11 @@ class DraftWorker:
     def _record_step(self, batch: Sequence[Entry], num_rows: int, seconds: float, first_for: Container[int]) -> None:
         """Records a step of `batch` that took `seconds`.
 
-        `first_for`: links for which it was the first of a proposal.
+        `first_for`: links with a sequence that began a proposal in the step.
         """
         self.step_time.add(seconds)
         if not all(entry.is_computed and not entry.is_behind for entry in batch):
-            return  # a coordinator would take the time of a prompt, or of several rounds, for that of a single round
+            return  # the step includes a prompt or the tokens of several rounds, so it does not predict a round
         self._curve.observe(num_rows, seconds)
         num_rows = self._drafter.num_step_rows or num_rows
         for number, count in Counter(entry.link for entry in batch).items():
@@ -248,10 +250,11 @@ class DraftWorker:
         return inbox
 
     def _next_batch(self) -> list[Entry]:
-        """Returns the sequences of the next step: those with due proposals, and those that run ahead.
+        """Returns the sequences of the next step: those with owed proposals, and those that run ahead.
 
-        A sequence's first step includes its prompt, so it is long, and all sequences in it wait. As the target still
-        computes that prompt too, the first step runs when no other proposals are due.
+        The first step of a new sequence computes its prompt, so it is long and delays all sequences in the step. The
+        target computes the prompt at the same time, so a new sequence can wait: it is left out while other proposals
+        are owed, for at most `MAX_STEPS_WITHOUT_NEW` steps in a row.
         """
         limit = self._drafter.max_model_len
         urgent = [entry for entry in self._entries.values() if entry.owes_proposal and not entry.has_proposal(limit)]
@@ -277,7 +280,7 @@ class DraftWorker:
         return list(batch)
 
     def _nodes_ahead(self, owed: Mapping[Entry, Sequence[int]], num_rows: int) -> list[tuple[Entry, int]]:
-        """Returns the most likely nodes to draft ahead in a step with `num_rows` rows for owed proposals."""
+        """Returns the likeliest nodes to draft ahead in a step that has `num_rows` rows for owed proposals."""
         self._rest_seconds = None
         if not self._runs_ahead:
             return []
@@ -321,7 +324,10 @@ class DraftWorker:
                 replies.setdefault(entry.link, SpeculateReply()).add(entry.proposal())
 
     def _collect_news(self, replies: dict[int, SpeculateReply]) -> None:
-        """Adds early drafts to the replies of links without a recent message; to all links if the worker is idle."""
+        """Adds early drafts to existing replies, and to new replies on links without a recent message.
+
+        An idle worker sends early drafts on all links.
+        """
         latest = self._clock() - (_NEWS_SECONDS if self.idle_seconds == 0.0 else 0.0)
         for entry in self._entries.values():
             link = self._links.get(entry.link) if entry.has_news else None
@@ -342,9 +348,9 @@ class DraftWorker:
                 reply.lost.add(advance.wire_id)
 
     def _open(self, link: int, opening: Open) -> bool:
-        """Opens a sequence, replacing one with the same ID. Returns False if that is impossible.
+        """Opens a sequence; replaces a sequence with the same ID. Returns False if the sequence cannot be opened.
 
-        It is impossible if there is no room, no token, or a token that the draft model lacks.
+        This is the case if there is no room, if `opening` has no tokens, or if the draft model lacks one of them.
         """
         known = self._entries.get((link, opening.wire_id))
         if known is not None:
@@ -369,10 +375,10 @@ class DraftWorker:
         return True
 
     def _advance(self, link: int, advance: Advance) -> bool:
-        """Applies `advance`. Returns False if that is impossible.
+        """Applies `advance`. Returns False if the sequence is lost, so that the coordinator must open it again.
 
-        It is impossible if the sequence, the tokens before its base or one of its tokens are unknown to this worker, or
-        if the sequence is too long to be drafted for again.
+        A sequence is lost if this worker lacks the sequence, a token before the base of `advance`, or a token of the
+        vocabulary. It is also lost if it is longer than `_MAX_CONTEXTS` contexts.
         """
         entry = self._entries.get((link, advance.wire_id))
         if entry is None:
@@ -402,7 +408,10 @@ class DraftWorker:
         return True
 
     def _outcome(self, entry: Entry, advance: Advance) -> str | None:
-        """Returns the outcome of the last proposal, before `advance` is applied; None if the outcome is not visible."""
+        """Returns the outcome of the last proposal; None if `advance` has no new tokens or nothing ran ahead.
+
+        Must be called before `advance` is applied.
+        """
         sequence = entry.sequence
         news = advance.token_ids[sequence.num_committed - advance.base :]
         if not news or not runs_ahead(sequence):
@@ -410,7 +419,7 @@ class DraftWorker:
         return self.run_ahead.observe(sequence, news)
 
     def _want(self, entry: Entry, wanted: Open | Advance) -> None:
-        """Applies the size and shape that `wanted` requests for further proposals."""
+        """Applies the number of drafts and the shape that `wanted` requests to further proposals."""
         sequence = entry.sequence
         sequence.window = window_of(wanted.num_speculative_tokens, entry.granted_window)
         sequence.num_speculative_tokens = wanted.num_speculative_tokens
@@ -418,7 +427,7 @@ class DraftWorker:
         sequence.width = self.run_ahead.width(sequence, may_branch=self._may_branch)
 
     def _knows(self, token_ids: Sequence[int]) -> bool:
-        """Returns True if the draft has all these tokens; a target with the same tokenizer may have more."""
+        """Returns True if the draft model has all these tokens; a target with the same tokenizer may have more."""
         return max(token_ids, default=0) < self._drafter.vocab_size
 
     def _release(self, entry: Entry) -> None:
@@ -427,7 +436,7 @@ class DraftWorker:
         self._drafter.release(entry.sequence)
 
     def release_all(self) -> None:
-        """Frees the sequences' memory after the loop has ended. Raises the drafter's exceptions."""
+        """Frees the memory of all sequences, after the loop has ended. Raises the drafter's exceptions."""
         for entry in tuple(self._entries.values()):
             self._release(entry)
 
