@@ -1,4 +1,4 @@
-"""Interface of every target engine, which verifies drafts."""
+"""Interface of target engines, which verify drafts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from cluster.telemetry.metrics import Reading
 def root_of(cache_salt: str | None) -> bytes:
     """Returns the root of the block hashes of requests with `cache_salt`: its SHA-256, or b"" without a salt.
 
-    It separates the KV of these requests from that of others, and does not reveal the salt.
+    Requests with different roots do not share KV. The root does not reveal the salt.
     """
     return hashlib.sha256(cache_salt.encode()).digest() if cache_salt else b""
 
@@ -51,17 +51,17 @@ class GenerationRequest:
     max_tokens: int  # generated tokens in all
     ignore_eos: bool
     num_speculative_tokens: int | None  # None: the controller decides
-    stop_token_ids: frozenset[int] = frozenset()  # they end the sequence like end-of-sequence tokens, always
+    stop_token_ids: frozenset[int] = frozenset()  # tokens that end the sequence, even with `ignore_eos`
     constraints: Constraints = UNCONSTRAINED
     grammar: CompiledGrammar | None = None  # compiled from `constraints`
-    num_logprobs: int | None = None  # most likely tokens to report per generated one; None: not even the generated one
+    num_logprobs: int | None = None  # likeliest tokens to report for each generated token; None: no log-probabilities
     num_prompt_logprobs: int | None = None  # the same for the prompt's tokens
     priority: int = 0  # the waiting request with the lowest value goes first
     cache_salt: str = ""  # KV is shared only between requests with the same salt
     adapter: str = ""  # LoRA; "": none
-    adapter_fingerprint: str = ""  # fingerprint of its contents; "": any contents
+    adapter_fingerprint: str = ""  # fingerprint of the adapter's contents; "": any contents
     conversation: bytes = b""  # the same for all turns of a conversation; b"": unknown
-    is_traced: bool = False  # whether its admission is published too
+    is_traced: bool = False  # whether the target also publishes the admission
     arrived_at: float = field(default_factory=time.monotonic)
 
     @property
@@ -70,25 +70,25 @@ class GenerationRequest:
         return root_of(self.cache_salt)
 
     def end_token_ids(self, model: TargetModel) -> frozenset[int]:
-        """Returns the tokens that each end the sequence. A text with a grammar ends where the grammar does."""
+        """Returns the tokens that end the sequence. With a grammar, `ignore_eos` has no effect."""
         ignores_eos = self.ignore_eos and self.constraints.grammar is None
         return self.stop_token_ids | (frozenset() if ignores_eos else frozenset(model.eos_token_ids))
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationOutput:
-    """Output of one step for one request: the committed tokens, or none if it reports the request's admission."""
+    """Output of one step for one request: the committed tokens; no tokens if it reports the request's admission."""
 
     request_id: str
     token_ids: Sequence[int]
     finish_reason: FinishReason | None
     num_draft_tokens: int
     num_accepted_tokens: int
-    error: OutriderError | None = None  # the request has ended, with this reason
-    admitted_at: int | None = None  # nanoseconds since the epoch; may come again after a preemption
-    logprobs: TokenLogprobs | None = None  # of `token_ids`, if requested
-    prompt_logprobs: TokenLogprobs | None = None  # of further tokens of the prompt, from the second one on
-    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache; in the first output with tokens
+    error: OutriderError | None = None  # set: the request has ended with this error
+    admitted_at: int | None = None  # nanoseconds since the epoch; another output may report it after a preemption
+    logprobs: TokenLogprobs | None = None  # log-probabilities of `token_ids`, if requested
+    prompt_logprobs: TokenLogprobs | None = None  # those of the next prompt tokens, beginning with the second token
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache; only in the first output with tokens
 
     @classmethod
     def of_admission(cls, request_id: str) -> GenerationOutput:
@@ -128,7 +128,7 @@ class Target(ABC):
     limits: StepLimits
     block_size: int  # tokens in a KV block
     caches_prefixes: bool  # whether the KV of a prompt is kept for later prompts with the same beginning
-    error: BaseException | None = None  # why the step loop ended, if it did
+    error: BaseException | None = None  # the error that ended the step loop, if any
 
     @property
     @abstractmethod
@@ -137,21 +137,21 @@ class Target(ABC):
 
     @property
     def adapters(self) -> Mapping[str, str]:
-        """LoRA adapters that requests can name, each with the fingerprint of its contents. Thread-safe."""
+        """Fingerprints of the LoRA adapters that requests can name, by name. Thread-safe."""
         return {}
 
     async def load_adapter(self, name: str, path: str, *, replace: bool) -> str:
-        """Lets requests name the adapter in the folder `path`. Returns its fingerprint.
+        """Loads the adapter in the folder `path`, so that requests can use it as `name`. Returns its fingerprint.
 
-        `replace`: replaces an adapter of the same name with other contents; running requests keep the replaced one.
-        Raises InvalidRequestError, changing nothing.
+        `replace`: may replace an adapter that has the same name and other contents. Running requests keep the old one.
+        Raises InvalidRequestError, and changes nothing, if the adapter cannot be loaded.
         """
         raise InvalidRequestError("this target's engine has no adapters: they need target.engine vllm")
 
     async def unload_adapter(self, name: str) -> int:
-        """Stops requests from naming the adapter. Returns the number of running requests, which keep it.
+        """Unloads the adapter for new requests. Returns the number of running requests, which keep the adapter.
 
-        Raises NotFoundError.
+        Raises NotFoundError if no adapter has this name.
         """
         raise NotFoundError(no_adapter(name))
 
@@ -169,14 +169,15 @@ class Target(ABC):
 
     @abstractmethod
     def submit(self, request: GenerationRequest) -> None:
-        """Adds a request. Thread-safe. Raises InvalidRequestError, changing nothing, if it can never run.
+        """Adds `request`. Thread-safe.
 
-        Raises NotFoundError if its adapter is not loaded.
+        Raises InvalidRequestError if the request can never run, and NotFoundError if its adapter is not loaded. In both
+        cases nothing changes.
         """
 
     @abstractmethod
     def abort(self, request_id: str) -> None:
-        """Frees the request within a step; nothing more is published for it. Ignores unknown requests. Thread-safe."""
+        """Ends the request within a step, without further outputs. Ignores unknown requests. Thread-safe."""
 
     @abstractmethod
     def load(self) -> TargetLoad: ...

@@ -37,16 +37,16 @@ from cluster.vllm.engine_args import set_environment, wants_v2_runner
 
 logger = logging.getLogger(__name__)
 
-# Drafts that read fewer weights per step run on one thread by default. More threads gain less than they lose to other
-# work on the same cores. A step of the 2M draft took 0.21 ms with one thread and 0.23 ms with two. On a machine that
-# others used, it took 0.28 ms and 0.43 ms.
+# A draft model that reads fewer bytes of weights per step runs on one thread by default. More threads gain less than
+# they lose to other work on the same cores. A step of the 2M draft took 0.21 ms with one thread and 0.23 ms with two.
+# On a machine with other load it took 0.28 ms and 0.43 ms.
 _BYTES_FOR_ALL_THREADS = 2**23
 
 
 def make_target(config: Config, tokenizer_fingerprint: str, progress: Progress | None = None) -> Target:
     """Returns the engine that `config` names, with its model loaded. Raises ConfigurationError.
 
-    It accepts drafts of tokens with the fingerprint `tokenizer_fingerprint`.
+    The target only uses drafters whose tokenizer has the fingerprint `tokenizer_fingerprint`.
     """
     target = config.target
     if target.max_num_batched_tokens < target.max_num_seqs:
@@ -101,7 +101,11 @@ def _in_process_pool(
     has_device_of_its_own: bool = False,
     reads_much: bool = False,
 ) -> InProcessPool:
-    """Returns a pool with `drafter`. Raises ConfigurationError if drafts and target differ in their tokens."""
+    """Returns a pool with `drafter`.
+
+    Raises ConfigurationError if the tokenizers of draft and target differ, or if `draft.in_process_threads` would let
+    two threads record graphs on one GPU.
+    """
     draft = config.draft
     of_draft = Tokenizer(resolve_model_folder(config.draft_model)).fingerprint()
     if of_draft != fingerprint:
@@ -115,7 +119,7 @@ def _in_process_pool(
         )
     num_threads = draft.threads
     if num_threads is None and not (is_shared and reads_much):
-        # A thread of its own takes turns with the target's thread in the kernels' pool, if it uses more threads.
+        # With more than one thread, the drafter and the target would take turns in the kernels' thread pool.
         num_threads = 1
     name = "simulated" if draft.drafter == "simulated" else config.draft_model
     logger.info(

@@ -1,6 +1,6 @@
 """Watches an engine's step loop: detects a loop that is stuck although its process still answers.
 
-It also measures how long the loop has had work.
+Also measures the time for which the loop has had work.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from cluster.telemetry.metrics import Reading
 _MIN_SECONDS = 5.0
 _TIMES_THE_LONGEST = 4.0
 _NUM_STEPS = 100
-_FIRST_STEP_SECONDS = 120.0  # it may compile or record graphs
+_FIRST_STEP_SECONDS = 120.0  # the first step may compile or record graphs
 
 
 class Heartbeat:
     """Detects a stuck step loop. Call `begin` and `end` in the loop's thread; the rest is thread-safe.
 
-    The loop is stuck if a step runs for longer than 5 seconds and than 4 times the longest of the last 100 steps. The
-    limit of the first step is 120 seconds. Work before the first step, such as loading, does not count. Nor does the
-    time in which the loop has no work.
+    The loop is stuck if a step takes more than 5 seconds and more than 4 times as long as the longest of the last 100
+    steps. The limit of the first step is 120 seconds. Work before the first step, such as loading, does not count, and
+    neither does time without work.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._num_begun = 0  # a step may begin before the previous one ends
-        self._begun_at: float | None = None  # the first of them, or the end of the one before it
+        self._num_begun = 0  # steps that have begun and not ended: a step may begin before the previous one ends
+        self._begun_at: float | None = None  # start of the oldest of these steps, or end of the step before it
         self._seconds: deque[float] = deque(maxlen=_NUM_STEPS)
         self._limit = _FIRST_STEP_SECONDS
         self._busy_seconds = 0.0  # time of all ended steps

@@ -1,11 +1,11 @@
 """Drafter in the target's process, behind the interface of a pool of draft workers. Nothing is encoded or sent.
 
-It can compute in the engine's own thread, in turn with the target: proposals are drafted while a step waits for them,
-and no thread has to be woken. Or it computes in its own thread, as in a draft worker. Only then can it run ahead,
-which pays if the target leaves cores or a device free.
+The drafter can compute in the engine's thread, in turn with the target: it drafts proposals while a step waits for
+them, and no thread has to be woken. Or it can compute in its own thread, as in a draft worker. Only with its own thread
+can it run ahead, which pays if the target leaves cores or a device free.
 
 A drafter that fails is handled like a draft worker that died: sequences decode without drafts, and after a pause the
-drafter is restarted.
+pool restarts the drafter.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from cluster.wire.messages import SpeculateReply, SpeculateRequest
 logger = logging.getLogger(__name__)
 
 _MAX_PAUSE_SECONDS = 30.0  # approximate pause between a failure and the next attempt
-_STABLE_SECONDS = 5.0  # a drafter that ran this long did not fail at its start
+_STABLE_SECONDS = 5.0  # if a drafter fails after this time, the next pause is short again
 
 
 class InProcessLink:
-    """Link to the drafter, from one of its starts to its failure."""
+    """Link to the drafter, from a start of the drafter until it fails."""
 
     address = ""
 
@@ -50,7 +50,7 @@ class InProcessLink:
         ended: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
-        """`ended`: called when sequences were closed."""
+        """`ended`: called after a request that closes sequences."""
         self.worker = worker
         self.model = model
         self.is_one_pass = worker.is_one_pass
@@ -72,15 +72,16 @@ class InProcessLink:
 
 
 def without_run_ahead(speculation: SpeculationConfig) -> SpeculationConfig:
-    """Returns `speculation` for a drafter in the target's thread: drafts are made on demand, not ahead."""
+    """Returns `speculation` without running ahead, for a drafter in the target's thread."""
     return speculation.model_copy(update={"max_run_ahead": 0, "run_ahead_branches": 0})
 
 
 class InProcessPool(LinkPool):
     """Pool of one drafter, which is up from the start.
 
-    `model` is the name of the draft. The drafter computes with `num_threads` threads (None: as the target does).
-    Without a thread of its own it drafts in turn with the target, and `speculation` must not let it run ahead.
+    `model` is the name of the draft model. The drafter computes with `num_threads` threads (None: as many as the
+    target). With `has_own_thread` False the drafter computes in turn with the target, and `speculation` must not let it
+    run ahead.
     """
 
     def __init__(
@@ -139,22 +140,23 @@ class InProcessPool(LinkPool):
         link = self._link
         if self.drafts_in_turn and link is not None and link.worker.has_work:
             self._do(link.worker.step)
-            # The target commits a token per step, too: one draft token per turn would never reach the wanted depth.
-            # The turn lasts at most as long as a step waits for drafts: many sequences may have much to catch up with.
+            # The target commits a token per step, so with one draft token per turn a proposal would never reach its
+            # depth. The turn ends after the draft timeout at the latest, because sequences may have many tokens to
+            # compute.
             deadline = self._keeper.now() + self._speculation.draft_timeout_seconds
             while self._link is link and link.worker.is_drafting and self._keeper.now() < deadline:
                 self._do(link.worker.step)
 
     def readings(self) -> Iterator[Reading]:
         yield from super().readings()
-        # Under separate names: the page has the target's too.
+        # The names differ from those of the target's KV cache, which are on the same page.
         blocks, used = self._drafter.num_blocks, self._drafter.num_used_blocks
         yield Reading("outrider_draft_kv_blocks", "KV blocks of the drafter in this process.", blocks)
         yield Reading("outrider_draft_kv_blocks_used", "Used KV blocks of the drafter in this process.", used)
         yield from self._worker.readings()
 
     def _begin(self) -> DraftWorker:
-        """Starts the drafter, which holds no sequences yet."""
+        """Starts the drafter without sequences, and reports its link as up."""
         is_ready = threading.Event()
         worker = DraftWorker(
             self._drafter,
@@ -173,7 +175,7 @@ class InProcessPool(LinkPool):
         return worker
 
     def _watch(self) -> None:
-        """Detects that the drafter's own thread has ended, and that the pause after a failure is over."""
+        """Handles a failure of the drafter's own thread, and restarts the drafter after the pause."""
         if self._link is None:
             if time.monotonic() >= self._retry_at:
                 self._worker = self._begin()
@@ -192,7 +194,7 @@ class InProcessPool(LinkPool):
             self._do(self._link.worker.step)
 
     def _take_in(self) -> None:
-        """Releases ended sequences now, as the next step may be far away."""
+        """Releases ended sequences at once, because the next step may come much later."""
         if self.drafts_in_turn and self._link is not None:
             self._do(self._link.worker.take_in)
 
@@ -225,9 +227,9 @@ class InProcessPool(LinkPool):
 
 
 def _compute_with(num_threads: int | None, is_ready: threading.Event) -> None:
-    """Initializes a thread that computes with `num_threads` threads, or with the default number if that is None."""
+    """Makes the current thread compute with `num_threads` threads; None: with the default number."""
     try:
-        # A thread's first read of its number sets the process's number. A later one would undo what is set here.
+        # A thread's first read of its number sets the process's number, so it must come before the number is set here.
         torch.get_num_threads()
         if num_threads is not None:
             torch.set_num_threads(num_threads)

@@ -1,4 +1,4 @@
-"""Profiles the duration of steps before the first request, so that the depth controller need not guess."""
+"""Measures the duration of steps before the first request, so that the depth controller need not guess it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ _MAX_SECONDS = 1.5
 def profile_steps(time_step: Callable[[int], float | None], max_rows: int) -> Iterator[tuple[int, float]]:
     """Yields rows and seconds of steps of 1, 2, 4, ... rows, up to `max_rows` or until 1.5 seconds have passed.
 
-    `time_step` runs a step and returns its seconds, or None if it cannot be tried.
+    `time_step` runs a step and returns its seconds, or None if the step cannot run. Each step runs three times, and the
+    shortest time counts.
     """
     started_at = time.perf_counter()
     num_rows = 1

@@ -25,7 +25,7 @@ class _Cache:
 
 @dataclass(frozen=True, slots=True)
 class _VerifiedChain:
-    """Drafts of one sequence's round."""
+    """Drafts of one sequence in a step."""
 
     rows: slice  # rows of the step's logits
     generation: Generation
@@ -33,7 +33,7 @@ class _VerifiedChain:
     cache: _Cache
 
     def sample_request(self, num_rows: int) -> SampleRequest:
-        """Returns the request for the rows after the last committed token and the first `num_rows - 1` drafts."""
+        """Returns the request for the row of the last committed token and those of the first `num_rows - 1` drafts."""
         return SampleRequest(
             params=self.generation.request.params,
             noise_key=self.generation.request.noise_key,
@@ -45,10 +45,10 @@ class _VerifiedChain:
 
 
 class RejectionSampler:
-    """Verifies chains against the draft's distribution, which a copy of the draft computes.
+    """Verifies chains against the draft's distribution, which a copy of the draft model computes.
 
-    A greedy sequence needs no distribution: its drafts are accepted if they equal the choice. Nor does a sequence that
-    the copy has no room for, or that is too long for it: the target's own choices are used, which are as exact.
+    Some sequences keep the target's own choices, which are equally exact: greedy sequences, sequences that are too long
+    for the copy, and sequences for which the copy's cache has no room.
     """
 
     def __init__(self, draft: ModelRunner, limits: StepLimits) -> None:
@@ -66,13 +66,13 @@ class RejectionSampler:
         logits: torch.Tensor,
         step: Sequence[Scheduled],
     ) -> list[int]:
-        """Returns the target's `choices` for the rows of `logits` [num_rows, vocab_size], revised for verified chains.
+        """Returns the target's `choices`, with the rows of verified chains replaced.
 
-        The choices of such a chain equal the accepted drafts, followed by the token after these; the rest is
-        meaningless.
+        `logits` [num_rows, vocab_size] has a row for each choice. The choices of a verified chain become the accepted
+        drafts and the token after them; the remaining choices of the chain are meaningless.
         """
         for generation in [generation for generation in self._caches if not generation.block_table]:
-            self.forget(generation)  # it was preempted
+            self.forget(generation)  # an empty block table: the generation was preempted
         chains = self._chains(step)
         if not chains:
             return choices
@@ -95,13 +95,13 @@ class RejectionSampler:
         return revised
 
     def forget(self, generation: Generation) -> None:
-        """Frees the blocks of `generation`. If it comes again it is computed again."""
+        """Frees the blocks of `generation`. A later step computes all of its tokens again."""
         cache = self._caches.pop(generation, None)
         if cache is not None:
             self._draft.blocks.free(cache.block_table)
 
     def _chains(self, step: Sequence[Scheduled]) -> list[_VerifiedChain]:
-        """Returns the chains of `step` whose drafts were sampled, and that the copy has room for."""
+        """Returns the chains of `step` that the copy verifies: sampled drafts, with room in its cache."""
         chains: list[_VerifiedChain] = []
         start = 0
         for scheduled in step:
@@ -129,7 +129,7 @@ class RejectionSampler:
         return probabilities(logits, [verified.sample_request(len(verified.draft_token_ids)) for verified in chains])
 
     def _catch_up(self, verified: _VerifiedChain) -> None:
-        """Computes prompts in chunks, until the rest fits into one step."""
+        """Computes the sequence's tokens in chunks, until the rest fits into one step."""
         cache, token_ids = verified.cache, verified.generation.token_ids
         while len(token_ids) - cache.num_computed_tokens > self._limits.max_num_batched_tokens:
             start = cache.num_computed_tokens

@@ -19,9 +19,10 @@ class _Request:
 
 
 class RequestTimes:
-    """Times between arrival, admission, first token and end of requests. It belongs to one thread.
+    """Times between arrival, admission, first token and end of requests. Not thread-safe.
 
-    vLLM's terms: the *prefill* ends with the first token, the *decode* follows it, the *inference* is both.
+    In vLLM's terms, *prefill* lasts from admission to the first token, *decode* from the first token to the end, and
+    *inference* from admission to the end.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -32,7 +33,7 @@ class RequestTimes:
         self._step_tokens = Tally(_STEP_TOKEN_BUCKETS)
 
     def admitted(self, request_id: str, queue_seconds: float, num_uncached_tokens: int) -> None:
-        """Records an admission after `queue_seconds` at the target; ignores one after a preemption."""
+        """Records the first admission of a request, which waited `queue_seconds` at the target; ignores later ones."""
         if request_id in self._requests:
             return
         self._requests[request_id] = _Request(self._clock())
@@ -47,7 +48,7 @@ class RequestTimes:
             self._prefill.observe(request.first_token_at - request.admitted_at)
 
     def ended(self, request_id: str) -> None:
-        """Records the end of a request, whatever its reason."""
+        """Records the end of a request, for any reason."""
         request = self._requests.pop(request_id, None)
         if request is not None and request.first_token_at is not None:
             now = self._clock()

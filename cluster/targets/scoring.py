@@ -1,4 +1,4 @@
-"""Log-probabilities of a step's requests, requested during the commit and computed together."""
+"""Log-probabilities of a step: the commit of each sequence requests them, and one call computes all."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from cluster.targets.token_generator import Scheduled
 
 
 class Scoring:
-    """Collects requests for a step's log-probabilities. `finish` fills in the results of `add` and `add_prompt`."""
+    """Collects requests for log-probabilities. `add` and `add_prompt` return results that `finish` fills in."""
 
     def __init__(self) -> None:
         self._rows: list[int] = []
         self._token_ids: list[int] = []
-        self._owed: list[tuple[int, TokenLogprobs]] = []  # with the position of their first row
+        self._owed: list[tuple[int, TokenLogprobs]] = []  # results to fill in, each with the index of its first row
 
     def add(self, rows: Sequence[int], token_ids: Sequence[int], width: int | None) -> TokenLogprobs | None:
-        """Requests log-probabilities of `token_ids` in `rows` and of the `width` likeliest tokens.
+        """Requests log-probabilities of `token_ids`, one for each of `rows`, and of the `width` likeliest tokens.
 
         Returns None if `width` is None.
         """
@@ -30,9 +30,9 @@ class Scoring:
         return owed
 
     def add_prompt(self, scheduled: Scheduled, first_row: int) -> TokenLogprobs | None:
-        """Requests those of the prompt tokens that `scheduled` scores, each once. Its logits begin at `first_row`.
+        """Requests log-probabilities of the prompt tokens that `scheduled` scores. Requests no token twice.
 
-        Returns None if it scores none.
+        `first_row`: first row of the logits of `scheduled`. Returns None if `scheduled` scores no tokens.
         """
         sequence, num_scored = scheduled.sequence, scheduled.num_scored
         if not num_scored:
@@ -47,7 +47,7 @@ class Scoring:
     def finish(self, score: Callable[[Sequence[int], Sequence[int], int], TokenLogprobs]) -> None:
         """Computes all requested log-probabilities with one call of `score`.
 
-        Its arguments are the rows, their tokens, and a number of likeliest tokens.
+        The arguments of `score` are rows, their tokens, and the number of likeliest tokens.
         """
         if not self._owed:
             return

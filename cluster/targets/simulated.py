@@ -1,4 +1,4 @@
-"""A target without a model, for load, fault and planning runs: its steps take a set time, its tokens are a hash."""
+"""A target without a model, for load, fault and planning runs: step times are configured, tokens are hashes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from cluster.targets.token_generator import Scheduled
 
 
 class SimulatedTarget(StepLoop):
-    """Schedules, keeps blocks and runs rounds as any target does; only the forward pass and the sampling are simulated.
+    """Schedules, manages blocks and runs rounds like other targets; simulates the forward pass and the sampling.
 
-    The token at a position is a function of the noise key and the position alone, and no token ends a sequence.
+    The token at a position depends only on the noise key and the position. No token ends a sequence.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Step loop of the engines that this project schedules itself, including the coordinator of the rounds."""
+"""Step loop of the engines that this project schedules itself, with the coordinator of the drafts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from cluster.telemetry.metrics import Reading, StepTime
 
 logger = logging.getLogger(__name__)
 
-_MAX_SCORED_VALUES = 2**26  # float32: the logits of a step's prompt tokens take at most 256 MiB, if all are wanted
+_MAX_SCORED_VALUES = 2**26  # float32 logits of the prompt tokens that a step scores: at most 256 MiB
 
 _MAX_FAILED_STEPS = 3  # consecutive failures after which the engine has to be restarted
 
@@ -47,7 +47,7 @@ _MAX_FAILED_STEPS = 3  # consecutive failures after which the engine has to be r
 class StepLoop(Target):
     """Runs steps: wait for proposals, schedule, run, sample, accept, commit, take requests, notify drafters, publish.
 
-    A subclass adds how a step is run, what must be known before it, and where KV is moved.
+    A subclass runs the forward pass, computes log-probabilities, moves KV, and measures steps before the first request.
     """
 
     def __init__(
@@ -89,25 +89,25 @@ class StepLoop(Target):
 
     @abstractmethod
     def _choose(self, step: Sequence[Scheduled]) -> list[int]:
-        """Runs the step. Returns the target's choice for every row that yields one, in order."""
+        """Runs the step. Returns the target's choices, in order of the rows that yield a choice."""
 
     @abstractmethod
     def _score(self, rows: Sequence[int], token_ids: Sequence[int], width: int) -> TokenLogprobs:
         """Returns the log-probabilities of `token_ids`, one for each of `rows`, and of the `width` likeliest tokens.
 
-        `rows` are rows of the logits of the step that `_choose` has run. Each sequence has `num_logits` of them.
+        `rows` index the logits of the last step that `_choose` ran. Each sequence of the step has `num_logits` rows.
         """
 
     @abstractmethod
     def _keep(self, block_table: Sequence[int], start: int, nodes: Sequence[int]) -> None:
-        """Keeps `nodes` of a tree whose node 0 is at place `start`: moves the KV of `nodes[i]` to place `start + i`."""
+        """Moves the KV of a tree's node `nodes[i]` to place `start + i`. Node 0 of the tree is at place `start`."""
 
     @abstractmethod
     def _time_step(self, num_rows: int) -> float | None:
-        """Runs a step of `num_rows` rows before the first request. Returns its seconds; None if it cannot run."""
+        """Runs a step of `num_rows` rows before the first request. Returns its seconds; None if the step cannot run."""
 
     def _recovers(self) -> bool:
-        """Returns True if steps can go on after one that failed."""
+        """Returns True if the engine can run steps after a failed step."""
         return True
 
     def _forget(self, generation: Generation) -> None:
@@ -155,7 +155,7 @@ class StepLoop(Target):
             self._wake.notify()
 
     def load(self) -> TargetLoad:
-        waiting = [sequence.token_ids for sequence in list(self._scheduler.waiting)]  # copied: it changes meanwhile
+        waiting = [sequence.token_ids for sequence in list(self._scheduler.waiting)]  # copied: the engine changes it
         waiting += [request.token_ids for request in self._submitted]
         return TargetLoad(
             num_running=len(self._scheduler.running),
@@ -200,7 +200,7 @@ class StepLoop(Target):
                 self._step(publish)
                 self._heartbeat.end()
         except BaseException as error:
-            # The process must not look healthy if its loop is dead; its main program watches `error`.
+            # The process must not look healthy after its loop has ended: its main program watches `error`.
             self.error = error
             logger.exception("the target's step loop ended")
 
@@ -239,30 +239,30 @@ class StepLoop(Target):
             ]
             try:
                 choices = self._choose(step)
-            except RuntimeError as error:  # PyTorch raises it for device errors: no memory, a failed kernel
+            except RuntimeError as error:  # PyTorch raises RuntimeError for device errors: no memory, a failed kernel
                 outputs = self._fail(step, error)
             else:
                 self._num_failed_in_row = 0
                 rounds, outputs = self._commit(step, choices)
                 timing = self._time(step, prompts, len(choices), self._clock() - started_at)
-        # New requests are read before the drafters are notified: the same message then names the admitted ones, and
-        # drafters compute their prompts during the target's prefill.
+        # Admit new requests before notifying the drafters: the same message then opens the admitted ones, so drafters
+        # compute the prompts during the target's prefill.
         self._take_commands(publish)
         self._coordinator.end(rounds, timing, self._joining())
         if outputs:
             publish(outputs)
 
     def _allowed(self, generation: Generation, drafts: Drafts) -> Drafts:
-        """Returns the allowed ones of `drafts`, followed by tokens that the grammar of `generation` makes likely."""
+        """Returns the drafts that the constraints of `generation` allow, followed by the grammar's own drafts."""
         if generation.constraint is None:
             return drafts
         return generation.constraint.drafts(drafts, generation.max_useful_drafts if self._drafts_by_grammar else 0)
 
     def _fail(self, step: Sequence[Scheduled], error: RuntimeError) -> list[GenerationOutput]:
-        """Ends the sequences of a `step` that failed with `error`. Other and later sequences are not affected.
+        """Ends the sequences of `step`, which failed with `error`. Other sequences are not affected.
 
-        Raises `error` if the device is lost, or if `_MAX_FAILED_STEPS` steps in a row have failed. The worker is then
-        restarted, and its requests go to other targets.
+        Raises `error` if the device is lost, or if `_MAX_FAILED_STEPS` steps in a row have failed. This ends the
+        worker, so its requests go to other targets.
         """
         self._num_failed_steps += 1
         self._num_failed_in_row += 1
@@ -280,7 +280,7 @@ class StepLoop(Target):
     def _time(
         self, step: Sequence[Scheduled], prompts: Sequence[PromptPart], num_rows: int, seconds: float
     ) -> StepTiming:
-        """Records a step that took `seconds` and in which `num_rows` rows yielded a choice."""
+        """Records a step of `seconds`, in which `num_rows` rows yielded a choice. Returns its timing."""
         kind = _kind(step)
         self._step_times[kind].add(seconds)
         num_step_rows = sum(scheduled.num_new_tokens + len(scheduled.drafts) for scheduled in step)
@@ -297,7 +297,10 @@ class StepLoop(Target):
         )
 
     def _commit(self, step: Sequence[Scheduled], choices: Sequence[int]) -> tuple[list[Round], list[GenerationOutput]]:
-        """Accepts, commits and rolls back every sequence of the step. Finished ones are freed, and have no round."""
+        """Accepts, commits and rolls back every sequence of the step. Releases finished sequences.
+
+        Returns the rounds of the other sequences, and the outputs of all.
+        """
         outputs: list[GenerationOutput] = []
         rounds: list[Round] = []
         scoring = Scoring()
@@ -318,7 +321,7 @@ class StepLoop(Target):
             start = end
             num_accepted = len(chosen) - 1
             num_committed = generation.commit(chosen)
-            # The KV of accepted drafts stays; rejected ones are rolled back by not counting their slots.
+            # The KV of accepted drafts stays. Rejected drafts need no cleanup: their slots do not count as computed.
             self._scheduler.advance(scheduled, num_accepted)
             self._num_committed_tokens += num_committed
             committed = chosen[:num_committed]
@@ -346,9 +349,9 @@ class StepLoop(Target):
         return rounds, outputs
 
     def _accept(self, scheduled: Scheduled, choices: Sequence[int]) -> Sequence[int]:
-        """Returns the nodes whose `choices` are committed: the last committed token, 0, and the accepted drafts.
+        """Returns the nodes whose `choices` are committed: node 0, the last committed token, and the accepted drafts.
 
-        Moves the KV of the accepted drafts behind that of the tokens before them.
+        In a tree, moves the KV of the accepted drafts into the slots after the last committed token.
         """
         drafts, parents, sequence = scheduled.drafts, scheduled.parents, scheduled.sequence
         if parents is None:
@@ -394,7 +397,7 @@ class StepLoop(Target):
 
 
 def _kind(step: Sequence[Scheduled]) -> str:
-    """Returns the kind of a step: "prefill" with a prompt chunk, else "verify" with drafts, else "decode"."""
+    """Returns "prefill" for a step with a prompt chunk, otherwise "verify" with drafts and "decode" without."""
     if any(scheduled.num_new_tokens > 1 for scheduled in step):
         return "prefill"
     return "verify" if any(scheduled.drafts for scheduled in step) else "decode"

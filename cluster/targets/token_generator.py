@@ -30,7 +30,7 @@ class Generation(engine.Sequence):
 
     @classmethod
     def of(cls, request: GenerationRequest, model: TargetModel, max_drafts: int) -> Generation:
-        """Returns a generation before its first step. `max_drafts`: most drafts in a round if `request` sets none."""
+        """Returns a generation that has not run yet. `max_drafts`: maximum drafts per round if `request` sets none."""
         token_ids, asked = list(request.token_ids), request.num_speculative_tokens
         end_token_ids = request.end_token_ids(model)
         max_len = request.num_prompt_tokens + request.max_tokens
@@ -65,7 +65,7 @@ class Generation(engine.Sequence):
 
     @property
     def error(self) -> OutriderError | None:
-        """The reason why the generation cannot go on; None if it can."""
+        """The error that ends the generation; None if there is none."""
         return None if self.constraint is None else self.constraint.error
 
     def count(self, device: torch.device, vocab_size: int) -> TokenCounts | None:

@@ -41,7 +41,7 @@ class TorchTarget(StepLoop):
         speculation: SpeculationConfig,
         rejection: RejectionSampler | None = None,
     ) -> None:
-        """`rejection`: replaces coupled acceptance."""
+        """`rejection`: decides acceptance; None: coupled acceptance."""
         dtype, config = str(runner.model.dtype).removeprefix("torch."), runner.model.config
         model = TargetModel(name, dtype, config.vocab_size, config.eos_token_ids)
         super().__init__(model, limits, runner.blocks, pool, speculation)
@@ -72,7 +72,7 @@ class TorchTarget(StepLoop):
             )
         ]
         if not requests:
-            self._runner.wait()  # otherwise the next step would seem to take the time of both
+            self._runner.wait()  # otherwise the time of this step would be measured as part of the next one
         choices = self._sampler.sample(logits, requests) if requests else []
         return choices if self._rejection is None else self._rejection.revise(choices, logits, step)
 
@@ -102,7 +102,7 @@ class TorchTarget(StepLoop):
 
 
 def _of_choices(logits: torch.Tensor, step: Sequence[Scheduled]) -> torch.Tensor:
-    """Returns the rows of `logits` that yield choices: all except those of scored prompt tokens."""
+    """Returns the rows of `logits` that yield choices: all rows except those that only score prompt tokens."""
     if not any(scheduled.num_scored for scheduled in step):
         return logits
     rows: list[int] = []
@@ -116,7 +116,7 @@ def _of_choices(logits: torch.Tensor, step: Sequence[Scheduled]) -> torch.Tensor
 def _sample_requests(scheduled: Scheduled, counts: TokenCounts | None) -> Iterable[SampleRequest]:
     """Yields sample requests for the rows of `scheduled`: one for a chain, one for each row of a tree.
 
-    `counts` are the counts of its tokens.
+    `counts`: token counts of the sequence, for penalties.
     """
     generation = scheduled.sequence
     allowed = None if generation.constraint is None else generation.constraint.masks(scheduled.drafts)

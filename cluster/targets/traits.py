@@ -1,7 +1,7 @@
-"""Traits of a target: everything that its answers depend on except the request.
+"""Traits of a target: everything except the request that its answers depend on.
 
-Two targets with equal traits give equal answers to a request. A router compares traits by name and value and has no
-list of them, so a new trait needs a change only here.
+Two targets with equal traits give equal answers to a request. A router compares all traits by name and value without
+a list of known traits, so a new trait needs a change only in this module.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ ENGINE_VERSION = 3
 """Counted up with every change after which the same model gives other logits, be it in the last bit, or a filter keeps
 other tokens."""
 
-_OF_THE_DRAFT = ("rejection", "engine")  # with these the draft influences the outcome
+_OF_THE_DRAFT = ("rejection", "engine")  # kinds of acceptance with which the draft influences the answer
 
-# The libraries and our kernels choose code by these CPU flags; other flags change no result.
+# CPU flags by which the libraries and our kernels choose their code. Other flags do not change the results.
 _FLAGS = (
     "avx2",
     "avx512f",
@@ -63,7 +63,7 @@ def traits_of(config: Config, model: TargetModel) -> dict[str, str]:
         "processor": _processor(device),
         "numerics": config.target.numerics,
         "noise": noise,
-        # Coupled and greedy differ in what is drafted.
+        # Coupled and greedy acceptance only change the drafts, not the answer.
         "acceptance": acceptance if (acceptance := config.speculation.acceptance) in _OF_THE_DRAFT else "exact",
     }
 
@@ -75,7 +75,8 @@ def _engine_of(config: Config, dtype: torch.dtype, device: torch.device) -> dict
             "engine": f"vllm {import_module('vllm').__version__}, torch {torch.__version__}, {ENGINE_VERSION}",
             "tensor_parallel_size": str(target.tensor_parallel_size),
             "engine_args": json.dumps(target.engine_args, sort_keys=True),
-            # With adapters vLLM runs other kernels, for the base too. The adapters themselves are reported separately.
+            # With adapters enabled, vLLM runs other kernels, even for the base model. The adapters are reported
+            # elsewhere.
             **({"max_lora_rank": str(LoraLimits.of(target).max_rank)} if target.takes_adapters else {}),
         }
     form = form_on(ModelConfig.from_folder(resolve_model_folder(target.model)), dtype, device, target.numerics)

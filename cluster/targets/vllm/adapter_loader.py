@@ -26,10 +26,13 @@ class AdapterLoader:
         self._llm = llm
         self._engine_died = engine_died
         self._changing = asyncio.Lock()
-        self._taken_out: set[asyncio.Task[None]] = set()  # keeps a reference: asyncio drops tasks without one
+        self._taken_out: set[asyncio.Task[None]] = set()  # keeps references: asyncio drops tasks without one
 
     async def load(self, name: str, path: str, *, replace: bool) -> str:
-        """Loads an adapter. Returns its fingerprint. Raises InvalidRequestError, changing nothing."""
+        """Loads an adapter. Returns its fingerprint.
+
+        Raises InvalidRequestError, and changes nothing, if the adapter cannot be loaded.
+        """
         async with self._changing:
             adapter = await asyncio.to_thread(self._adapters.read, name, path)
             try:
@@ -49,7 +52,10 @@ class AdapterLoader:
             return adapter.fingerprint
 
     async def unload(self, name: str) -> int:
-        """Withdraws the adapter. Returns how many requests still run with it. Raises NotFoundError."""
+        """Unloads the adapter for new requests. Returns the number of requests that still run with it.
+
+        Raises NotFoundError if no adapter has this name.
+        """
         async with self._changing:
             num_running, unused = self._adapters.unpublish(name)
             if unused is not None:
@@ -57,7 +63,10 @@ class AdapterLoader:
             return num_running
 
     async def add(self, adapter: Adapter) -> None:
-        """Loads `adapter` into the engine and lets requests name it. Raises InvalidRequestError, changing nothing."""
+        """Loads `adapter` into the engine, so that requests can name it.
+
+        Raises InvalidRequestError, and changes nothing, if vLLM cannot load or apply the adapter.
+        """
         try:
             await self._llm.add_lora(adapter.request())
             (unapplied, *_) = await self._llm.collective_rpc("unapplied_modules", args=(adapter.number,))
@@ -67,7 +76,7 @@ class AdapterLoader:
             self._engine_died()
             raise InternalError("vLLM's engine core has ended") from error
         except Exception as error:
-            with contextlib.suppress(Exception):  # the engine may never have begun it
+            with contextlib.suppress(Exception):  # the engine may not have loaded the adapter
                 await self._llm.remove_lora(adapter.number)
             if isinstance(error, InvalidRequestError):
                 raise
@@ -84,7 +93,7 @@ class AdapterLoader:
             task.add_done_callback(self._taken_out.discard)
 
     async def _take_out(self, adapter: Adapter) -> None:
-        """Unloads `adapter` from the engine, once no request that was sent there uses it."""
+        """Unloads `adapter` from the engine. No running request may use it."""
         try:
             await self._llm.remove_lora(adapter.number)
         except EngineDeadError:
@@ -92,5 +101,5 @@ class AdapterLoader:
         except Exception:
             logger.exception("vLLM could not unload the adapter %s", adapter.name)
         self._adapters.forget(adapter)
-        # An abort that is still on its way may reach the engine after it asked for the adapter once more.
+        # The engine may read the folder again for an aborted request, before the abort reaches it.
         asyncio.get_running_loop().call_later(_LINGER_SECONDS, adapter.discard)

@@ -1,7 +1,7 @@
 """The LoRA adapters of a vLLM target: their names, and the requests that use them.
 
-vLLM identifies an adapter by a number and a folder. Both are new for each adapter that is loaded. So nothing that vLLM
-finds again by an adapter's name and folder, such as KV, outlives a change of a name's adapter.
+vLLM identifies an adapter by a number and a folder, and this module uses new ones for each loaded adapter. So if a name
+gets another adapter, vLLM does not reuse the KV of the previous one.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from cluster.vllm.lora import LoraLimits
 
 @dataclass(slots=True, eq=False)
 class Adapter:
-    """An adapter that was read. It has its name until another replaces it or it is unloaded."""
+    """A loaded adapter. It has its name until another adapter replaces it or it is unloaded."""
 
     name: str
-    number: int  # the path that vLLM reads
-    folder: Path  # our copy
+    number: int  # vLLM's ID of the adapter
+    folder: Path  # our copy, which vLLM reads
     fingerprint: str
     num_running: int = 0
     is_retired: bool = False  # no name refers to it any more
@@ -51,7 +51,7 @@ class Adapters:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._named: dict[str, Adapter] = {}
-        self._in_engine: set[Adapter] = set()  # named adapters, and those of requests that have not ended
+        self._in_engine: set[Adapter] = set()  # named adapters, and adapters of running requests
 
     @property
     def fingerprints(self) -> dict[str, str]:
@@ -63,7 +63,7 @@ class Adapters:
             return self._named.get(name)
 
     def configured(self, target: TargetConfig) -> list[Adapter]:
-        """Reads the adapters of the configuration. Raises ConfigurationError naming one that cannot be used."""
+        """Returns the adapters of the configuration. Raises ConfigurationError if one of them cannot be used."""
         adapters = []
         for name, folder in target.lora.items():
             try:
@@ -73,13 +73,13 @@ class Adapters:
         return adapters
 
     def read(self, name: str, path: str) -> Adapter:
-        """Copies and checks the adapter in `path` for the name `name`. Raises InvalidRequestError."""
+        """Copies and checks the adapter in `path`. Raises InvalidRequestError if the target cannot use it."""
         if self._root is None:
             raise InvalidRequestError("this target does not load adapters at run time: set target.lora_root")
         return self._read(name, folder_within(path, self._root))
 
     def check_room(self) -> None:
-        """Raises InvalidRequestError if one more adapter would push another out of the engine's memory."""
+        """Raises InvalidRequestError if the engine's memory has no room for another adapter."""
         with self._lock:
             if len(self._in_engine) >= self._limits.num_adapters:
                 raise InvalidRequestError(
@@ -88,16 +88,17 @@ class Adapters:
                 )
 
     def publish(self, adapter: Adapter) -> Adapter | None:
-        """Lets requests name the adapter. Returns the replaced one if it must be removed from the engine."""
+        """Gives `adapter` its name. Returns the replaced adapter if the caller must remove it from the engine."""
         with self._lock:
             self._in_engine.add(adapter)
             before, self._named[adapter.name] = self._named.get(adapter.name), adapter
             return self._retire(before) if before is not None else None
 
     def unpublish(self, name: str) -> tuple[int, Adapter | None]:
-        """Stops requests from naming the adapter. Raises NotFoundError.
+        """Removes the name of an adapter. Raises NotFoundError if no adapter has this name.
 
-        Returns the number of its running requests, and the adapter if it must be removed from the engine.
+        Returns the number of running requests with the adapter, and the adapter if the caller must remove it from the
+        engine.
         """
         with self._lock:
             adapter = self._named.pop(name, None)
@@ -106,7 +107,10 @@ class Adapters:
             return adapter.num_running, self._retire(adapter)
 
     def acquire(self, name: str, fingerprint: str) -> Adapter:
-        """Returns the adapter for a request, which keeps it until `release`. Raises NotFoundError."""
+        """Returns the adapter for a request. The adapter stays in the engine until `release`.
+
+        Raises NotFoundError if no adapter has this name, or if its fingerprint differs from `fingerprint`.
+        """
         with self._lock:
             adapter = self._named.get(name)
             if adapter is None or fingerprint not in ("", adapter.fingerprint):
@@ -115,7 +119,7 @@ class Adapters:
             return adapter
 
     def release(self, adapter: Adapter) -> bool:
-        """Releases one request's use of `adapter`. Returns True if it must be removed from the engine."""
+        """Ends one request's use of `adapter`. Returns True if the caller must remove it from the engine."""
         with self._lock:
             adapter.num_running -= 1
             return adapter.is_retired and adapter.num_running == 0
@@ -135,7 +139,7 @@ class Adapters:
         folder = self._copies.path / str(number)
         adapter = Adapter(name, number, folder, copy_adapter(source, folder))
         try:
-            AdapterFiles.read(folder).check(self._base, self._limits.max_rank)  # the folder may have changed meanwhile
+            AdapterFiles.read(folder).check(self._base, self._limits.max_rank)  # `source` may have changed meanwhile
         except InvalidRequestError:
             adapter.discard()
             raise

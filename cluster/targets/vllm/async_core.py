@@ -24,17 +24,21 @@ class AsyncCoordinatedScheduler(CoordinatedScheduler, AsyncRoundScheduler):
     def schedule(self, throttle_prefills: bool = False) -> Any:
         output = super().schedule(throttle_prefills)
         if self.num_submitted > 1 and any(self._constrained(output)):
-            # vLLM has this step's tokens sampled after the previous step has ended, and asks for the masks then.
+            # vLLM samples this step's tokens after the previous step has ended, and only then asks for the masks.
             output.pending_structured_output_tokens = True
         for new in output.scheduled_new_reqs:
             coupling = Coupling.of(new.sampling_params.extra_args)
             if coupling is not None and coupling.params.has_penalty:
-                # The runner counts everything after the prompt as generated, including another worker's tokens.
+                # For penalties the runner counts all tokens after the prompt as generated. Tokens that another worker
+                # generated must count too, so they must not be part of the prompt.
                 new.prompt_token_ids = new.prompt_token_ids[: coupling.num_prompt_tokens]
         return output
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
-        """Returns masks of the tokens that the constraints of the step's requests allow, one for each row."""
+        """Returns a mask for each row of the step's constrained requests; None if no request has a mask.
+
+        A mask contains the tokens that the request's constraints allow.
+        """
         request_ids, masks, num_drafts = [], [], []
         for request in self._constrained(scheduler_output):
             constraint = self._constraint(request)
@@ -43,7 +47,7 @@ class AsyncCoordinatedScheduler(CoordinatedScheduler, AsyncRoundScheduler):
             found = constraint.masks(Drafts(drafts))
             num_rows = 1 + len(scheduler_output.scheduled_spec_decode_tokens.get(request.request_id, ()))
             if found is not None:
-                rows = np.full((num_rows, found.shape[1]), -1, dtype=np.int32)  # after the drafts nothing is accepted
+                rows = np.full((num_rows, found.shape[1]), -1, dtype=np.int32)  # rows after the drafts allow all tokens
                 rows[: len(found)] = found.numpy()
                 request_ids.append(request.request_id)
                 masks.append(rows)
@@ -51,7 +55,7 @@ class AsyncCoordinatedScheduler(CoordinatedScheduler, AsyncRoundScheduler):
         return GrammarOutput(request_ids, np.concatenate(masks), num_drafts) if masks else None
 
     def update_draft_token_ids_in_output(self, draft_token_ids: Any, scheduler_output: SchedulerOutput) -> None:
-        """Does nothing: the runner itself drafts nothing."""
+        """Does nothing: the runner makes no drafts."""
 
     def _constrained(self, scheduler_output: SchedulerOutput) -> Iterator[Request]:
         """Yields the requests with constraints that choose a token in this step."""

@@ -1,8 +1,8 @@
-"""The channel between a worker's process and that of its engine core.
+"""The channel between a worker's process and the process of its engine core.
 
-The worker sends the endpoints of the draft workers ("down"). The engine core sends what each step committed, and
-several times a second its status ("up"). The channel is a Unix socket in a folder that only its owner may enter. Both
-ends are ours, so messages are pickled.
+The worker sends the endpoints of the draft workers ("down"). The engine core sends the outputs of each step, and
+several times a second its status ("up"). The channel is a Unix socket in a folder that only its owner may enter. This
+project runs both ends, so messages are pickled.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Endpoints:
 
 @dataclass(frozen=True, slots=True)
 class Profiled:
-    """Down: profiling has ended; all further requests are real."""
+    """Down: profiling has ended; all further requests come from clients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +56,12 @@ class Status:
     load: TargetLoad
     is_stuck: bool
     readings: Sequence[Reading]
-    news: News  # its steps and its drafters' answers since the last message
+    news: News  # steps and drafters' answers since the last status
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Up: the engine is about to end, with the reason."""
+    """Up: the engine is about to end because of `cause`."""
 
     cause: str
 
@@ -100,19 +100,19 @@ class Channel:
             while True:
                 self._connection.send(self._outbox.get())
         except OSError:
-            pass  # the reader notices
+            pass  # the reading thread detects that the peer is gone
 
 
 class ChannelListener:
-    """The worker's end before the engine core has connected."""
+    """The worker's end of the channel before the engine core connects."""
 
     def __init__(self) -> None:
-        self._folder = OwnedFolder("outrider-engine-")  # the next target deletes it if this one is killed
+        self._folder = OwnedFolder("outrider-engine-")  # if this process is killed, the next target deletes the folder
         self.address = str(self._folder.path / "channel")
         self._listener = Listener(self.address, "AF_UNIX")
 
     def accept(self, receive: Callable[[Any], None], closed: Callable[[], None]) -> Channel:
-        """Waits for the engine core, which connects before it reports that it is ready."""
+        """Returns the worker's end after the engine core has connected, which it does before it reports as ready."""
         connection = self._listener.accept()
         self.close()
         return Channel(connection, receive, closed)
@@ -123,5 +123,5 @@ class ChannelListener:
 
 
 def connect(address: str, receive: Callable[[Any], None], closed: Callable[[], None]) -> Channel:
-    """Returns the engine core's end."""
+    """Returns the engine core's end of the channel at `address`."""
     return Channel(Client(address, "AF_UNIX"), receive, closed)

@@ -1,4 +1,4 @@
-"""Part of the engine core's process: vLLM's scheduler with our rounds, and the core's end of the channel."""
+"""Our part of the engine core's process: vLLM's scheduler with our rounds, and the core's end of the channel."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from cluster.vllm.scheduler import EngineStep, RoundScheduler
 
 SCHEDULER = "cluster.targets.vllm.core.CoordinatedScheduler"
 ASYNC_SCHEDULER = "cluster.targets.vllm.async_core.AsyncCoordinatedScheduler"
-REQUEST_ID_KEY = "outrider_request_id"  # key in a request's `extra_args`: vLLM makes its own IDs
+REQUEST_ID_KEY = "outrider_request_id"  # key of our request ID in `extra_args`: vLLM makes its own IDs
 TRACED_KEY = "outrider_is_traced"  # key in `extra_args` of requests whose admission is published
 
 logger = logging.getLogger(__name__)
@@ -62,8 +62,8 @@ class CoreSettings:
     channel: str
     speculation: SpeculationConfig
     max_prefill_seconds: float | None  # time that prompts may add to a step
-    has_rounds: bool  # otherwise vLLM drafts by itself, or not at all
-    drafts_on_device: bool  # the model runner drafts, to the depth of the rounds
+    has_rounds: bool  # whether draft workers draft; otherwise vLLM drafts by itself, or there are no drafts
+    drafts_on_device: bool  # whether the model runner drafts, to the depth that `DeviceRounds` chooses
     tokenizer_fingerprint: str
     place: Place
     trial_share: float
@@ -72,7 +72,7 @@ class CoreSettings:
     draft_server_name: str | None
 
     def new_pool(self) -> DraftPool:
-        dialer = Dialer.of(self.tls, "target", self.draft_server_name)  # here: it cannot be sent to a process
+        dialer = Dialer.of(self.tls, "target", self.draft_server_name)  # created here: it cannot be pickled
         return DraftPool(self.tokenizer_fingerprint, self.place, self.trial_share, dialer)
 
     def compute_hash(self) -> str:
@@ -104,7 +104,7 @@ class CoordinatedScheduler(RoundScheduler):
         self.on_step = self._publish
         self._constraints = RequestConstraints(self.vllm_config.model_config.get_vocab_size())
         self._ended: list[str] = []  # requests that ended since the last step
-        self._num_cached_tokens: dict[str, int] = {}  # of requests without tokens yet
+        self._num_cached_tokens: dict[str, int] = {}  # by request that has not committed a token yet
         self._links = Links(settings.new_pool)
         self._follower = TimelineReader()
         self._channel = connect(settings.channel, self._receive, _end_process)
@@ -133,7 +133,7 @@ class CoordinatedScheduler(RoundScheduler):
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self._heartbeat.end()
-        # The channel has sent the tokens; vLLM's client waits for the ends of its requests.
+        # The channel has sent the tokens. vLLM's client only needs the outputs that end a request.
         for of_client in outputs.values():
             of_client.outputs = [output for output in of_client.outputs if output.finish_reason is not None]
             for output in of_client.outputs:
@@ -162,7 +162,7 @@ class CoordinatedScheduler(RoundScheduler):
         return self._constraints.of(request.request_id, extra_args, request.all_token_ids[coupling.num_prompt_tokens :])
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
-        """Takes the drafts of vLLM's own proposer, cut to each request's `num_speculative_tokens`."""
+        """Stores the drafts of vLLM's own proposer, limited to each request's `num_speculative_tokens`."""
         super().update_draft_token_ids(draft_token_ids)
         if self.rounds is None:
             for request in self.running:
@@ -241,7 +241,7 @@ class CoordinatedScheduler(RoundScheduler):
             load.num_waiting_tokens,
             rounds.demand() if isinstance(rounds, CoordinatedRounds) else None,
         )
-        readings = list(self._readings(target_load))  # may fail, so it comes before the news, which are sent only once
+        readings = list(self._readings(target_load))  # before the news: it may fail, and would lose them
         news = self._follower.news(rounds.timeline) if isinstance(rounds, CoordinatedRounds) else News()
         self._channel.send(Status(target_load, self._heartbeat.is_stuck, readings, news))
 
@@ -270,7 +270,7 @@ class CoordinatedScheduler(RoundScheduler):
 
 
 def _extra_args(request: Any) -> dict[str, Any]:
-    """Returns the extra arguments of `request`; empty if it is not ours."""
+    """Returns the extra arguments of `request`; empty if the request has none."""
     params = request.sampling_params
     return (params.extra_args or {}) if params is not None else {}
 
@@ -295,5 +295,5 @@ class _LastWords(logging.Handler):
 
 
 def _end_process() -> None:
-    """Ends this process: the worker is gone, and nothing else can use this engine."""
+    """Ends this process, because its worker is gone and no other process can use this engine."""
     os._exit(1)

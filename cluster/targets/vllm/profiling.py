@@ -1,4 +1,4 @@
-"""Profiles vLLM's steps before the first request, so that the depth controller need not guess their duration."""
+"""Measures vLLM's steps before the first request, so that the depth controller need not guess their duration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STEPS = 3 * len(DEPTHS)  # each depth three times: the first step may compile
 
 
 class ProfilingRounds:
-    """`cluster.vllm.scheduler.Rounds` that verifies drafts of every depth, and measures the steps.
+    """`cluster.vllm.scheduler.Rounds` that supplies drafts of each depth in `DEPTHS`, and measures the steps.
 
     The drafts repeat one token and are nearly always wrong. Only their number matters.
     """
@@ -27,7 +27,7 @@ class ProfilingRounds:
 
     @property
     def step_times(self) -> list[tuple[int, float]]:
-        """Rows and seconds of steps, the shortest for each number of rows."""
+        """Pairs of rows and seconds: for each number of rows, the shortest step."""
         return sorted(self._seconds.items())
 
     def plan(self, decoding: Sequence[Request], joining: Sequence[Request]) -> Mapping[str, int]:
@@ -46,4 +46,4 @@ class ProfilingRounds:
             self._seconds[step.num_rows] = min(step.seconds, self._seconds.get(step.num_rows, step.seconds))
 
     def close(self, request: Request) -> None:
-        """Does nothing: no state is kept by request."""
+        """Does nothing: there is no state per request."""

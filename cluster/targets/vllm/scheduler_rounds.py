@@ -1,7 +1,7 @@
-"""Connects the coordinator to vLLM's scheduler, with the same two calls a step as in our own step loop.
+"""Connects the coordinator to vLLM's scheduler, with the same calls in each step as our own step loop.
 
-Nothing here may raise into the engine. A failure ends the rounds: the engine goes on without drafts, and a metric
-counts the exception. After a pause the rounds restart with new links.
+No exception may reach the engine. A failure ends the rounds: the engine continues without drafts, and a metric counts
+the exception. After a pause the rounds restart with new links.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class CoordinatedRounds:
         step_times: Sequence[tuple[int, float]] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`step_times`: rows and seconds of steps that were tried."""
+        """`step_times`: pairs of rows and seconds, from steps before the first request."""
         self._links = links
         self._config = config
         self._vocab_size = vocab_size
@@ -80,7 +80,7 @@ class CoordinatedRounds:
         self._clock = clock
         self._sequences: dict[str, SpeculativeSequence] = {}
         self._failures: Counter[str] = Counter()
-        self._failed_at: list[float] = []  # since the last report
+        self._failed_at: list[float] = []  # times of recent failures
         self._begin_anew_at: float | None = None
         self._step_times = step_times
         self._coordinator = self._new_coordinator()
@@ -134,7 +134,7 @@ class CoordinatedRounds:
         for committed in step.rounds:
             sequence = self._sequences.get(committed.request.request_id)
             if sequence is not None and committed.finish_reason is None:
-                drafts = committed.draft_token_ids  # accepted tokens that only fill the step's rows are not drafts
+                drafts = committed.draft_token_ids  # without tokens that only fill the rows of the step
                 rounds.append(Round(sequence, Drafts(drafts), committed.token_ids[: len(drafts) + 1]))
         self._coordinator.end(rounds, _timing(step) if step.rounds or step.prompts else None)
 
@@ -207,7 +207,7 @@ def _timing(step: EngineStep) -> StepTiming:
 
 
 class Links:
-    """The links of a draft pool, in a thread with its own event loop."""
+    """Runs the links of a draft pool in a thread with its own event loop."""
 
     def __init__(self, new_pool: Callable[[], DraftPool]) -> None:
         self._new_pool = new_pool

@@ -1,4 +1,4 @@
-"""The target in the worker's process: passes requests to vLLM, and publishes its engine core's commits."""
+"""The target in the worker's process: passes requests to vLLM, and publishes the engine core's tokens."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ from cluster.vllm.sampling import EXTENSION
 
 logger = logging.getLogger(__name__)
 
-_PROFILE_SECONDS = 1.0  # Profiling does not go on to larger batches after this time.
+_PROFILE_SECONDS = 1.0  # Profiling starts no larger batch after this time.
 _LAST_WORDS_SECONDS = 10.0  # An older error is not the reason why the engine core ended.
 _SHUTDOWN_SECONDS = 2.0  # Time for the engine core to end by itself.
 _SILENT_SECONDS = 5.0  # An engine that has work and sends no status for longer counts as stuck.
 _WITH_A_MODEL = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "dflash")
-_COUPLED = ("draft_model", "eagle", "eagle3", "mtp")  # methods whose draws know the noise on the V2 runner
+_COUPLED = ("draft_model", "eagle", "eagle3", "mtp")  # methods that draw with the shared noise on the V2 runner
 _PROPOSER = "cluster.vllm.proposer.NoProposer"
 _T = TypeVar("_T")
 
@@ -105,7 +105,7 @@ class VllmTarget(Target):
         self._publish: Publish = lambda _: None
         self._running: dict[str, asyncio.Task[None]] = {}
         self._status: Status | None = None
-        self._timeline = Timeline()  # timeline of the engine core's process, received through the channel
+        self._timeline = Timeline()  # copy of the timeline in the engine core's process, received through the channel
         self._heard_at = time.monotonic()
         self._failed: tuple[str, float] = ("", 0.0)  # the last error of the engine core, with its time
         self._is_stopping = False
@@ -157,8 +157,8 @@ class VllmTarget(Target):
                 "async_scheduling": True,
                 "logits_processors": [COUPLED_SAMPLING],
             }
-            # With the runner in a process of its own the coordinator continues while a launch waits for the device, and
-            # neither takes the other's interpreter.
+            # With the runner in its own process, the coordinator continues while a launch waits for the device, and the
+            # two do not compete for one interpreter lock.
             ours |= {"distributed_executor_backend": "mp"}
             allow_bias()
         if self._config.target.takes_adapters:
@@ -197,7 +197,7 @@ class VllmTarget(Target):
                 raise ConfigurationError(f"target.lora {adapter.name!r}: {error}") from error
 
     async def _profile(self) -> None:
-        """Makes the engine core try steps with an increasing number of rows."""
+        """Sends requests that make the engine core run steps with an increasing number of rows."""
         started_at, num_sequences = time.monotonic(), 1
         while num_sequences <= self._config.target.max_num_seqs and time.monotonic() < started_at + _PROFILE_SECONDS:
             await asyncio.gather(*(self._try_steps(number) for number in range(num_sequences)))
@@ -206,8 +206,8 @@ class VllmTarget(Target):
 
     async def _try_steps(self, number: int) -> None:
         prompt = [number, 1]
-        # Enough tokens for drafts of every depth up to the last of the steps. Drafts made on the device are
-        # right at times, and a step then commits several.
+        # Enough tokens for `STEPS` steps with drafts of every depth. Drafts made on the device are sometimes right, so
+        # their steps may commit several tokens.
         num_tokens = STEPS + self._config.speculation.max_speculative_tokens + 1
         if self._drafts_on_device:
             num_tokens = TRIED_STEPS * max(DEPTHS) // 2
@@ -271,7 +271,7 @@ class VllmTarget(Target):
             self._channel.send(Endpoints(()))
 
     def submit(self, request: GenerationRequest) -> None:
-        """Adds a request. Every request has room: vLLM does not start unless the cache holds the longest sequence."""
+        """Adds a request. The cache has room for every request: vLLM does not start with a smaller cache."""
         if not self._is_coupled and self._drafts and (request.params.min_p or request.params.logit_bias):
             field = "min_p" if request.params.min_p else "logit_bias"
             raise InvalidRequestError(
@@ -309,7 +309,7 @@ class VllmTarget(Target):
 
     @property
     def timeline(self) -> Timeline | None:
-        """Timeline of the rounds. None without draft workers, as there are no rounds then."""
+        """Timeline of the rounds; None without draft workers, because there are no rounds."""
         return self._timeline if self._config.has_draft_workers else None
 
     def readings(self) -> Iterable[Reading]:
@@ -345,7 +345,7 @@ class VllmTarget(Target):
         task = self._loop.create_task(self._generate(request, adapter))
         self._running[request.request_id] = task
         if adapter is not None and self._loader is not None:
-            release = self._loader.release  # not within the task: a task that is cancelled at once never begins
+            release = self._loader.release  # a callback, because a task that is cancelled at once never begins
             task.add_done_callback(lambda _: release(adapter))
 
     def _abort(self, request_id: str) -> None:
@@ -354,7 +354,7 @@ class VllmTarget(Target):
             task.cancel()
 
     async def _generate(self, request: GenerationRequest, adapter: Adapter | None) -> None:
-        """Runs the request to its end. Its tokens arrive over the channel and are published from there."""
+        """Runs the request to its end. Its tokens arrive over the channel; `_receive` publishes them."""
         try:
             if request.grammar is not None:
                 await self._tell_vocabulary(request.grammar.vocabulary)
@@ -381,7 +381,7 @@ class VllmTarget(Target):
             self._running.pop(request.request_id, None)
 
     async def _tell_vocabulary(self, written: str) -> None:
-        """Sends the vocabulary to all users of grammars, before the first grammar."""
+        """Sends the vocabulary to the processes that use grammars, before the first request with a grammar."""
         async with self._telling:
             if not self._has_told:
                 self._channel.send(VocabularyMessage(written))
@@ -408,7 +408,7 @@ class VllmTarget(Target):
         return VllmSamplingParams(
             **values,
             max_tokens=request.num_prompt_tokens + request.max_tokens - len(request.token_ids),
-            # Every engine applies the same rule for the end of a sequence; vLLM has its own.
+            # Our rule for the end of a sequence is the same on every engine, so vLLM's own rule is off.
             ignore_eos=True,
             stop_token_ids=sorted(end_token_ids),
             logprobs=request.num_logprobs,
@@ -428,7 +428,7 @@ class VllmTarget(Target):
             case Outputs(outputs):
                 self._publish(outputs)
                 for output in outputs:
-                    if output.error is not None:  # vLLM knows nothing about this error
+                    if output.error is not None:  # only our constraints raise this error, so vLLM continues
                         self.abort(output.request_id)
             case Status():
                 self._status, self._heard_at = message, time.monotonic()
@@ -441,7 +441,7 @@ class VllmTarget(Target):
             self._set_error()
 
     def _set_error(self) -> None:
-        """Sets `error`; the main program, which watches it, ends the process."""
+        """Sets `error`. The main program watches `error`, and ends the process."""
         if self.error is None:
             cause, failed_at = self._failed
             is_recent = time.monotonic() < failed_at + _LAST_WORDS_SECONDS
@@ -452,7 +452,7 @@ class VllmTarget(Target):
 
 
 def _check_v2(config: Config) -> None:
-    """Raises ConfigurationError if a setting is untested on the V2 runner, or the runner cannot implement it."""
+    """Raises ConfigurationError if a setting is not available on vLLM's V2 runner."""
     for setting, is_there in (
         ("target.lora and target.lora_root", config.target.takes_adapters),
         ("speculation.acceptance engine", config.speculation.acceptance == "engine"),
