@@ -1,7 +1,7 @@
-"""LoRA adapters in PEFT's format: checks whether a folder contains one that fits a model, and copies it.
+"""LoRA adapters in PEFT's format: checks whether a folder contains an adapter that fits a model, and copies it.
 
-An engine may read an adapter at any time. So it gets a copy that no other program writes to: answers are made with the
-files that were checked and fingerprinted.
+An engine may read an adapter's files at any time. So the engine gets a copy that no other program writes to, and
+answers are computed with the files that were checked and fingerprinted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WEIGHT = re.compile(
 )
 # Weights of the base, which PEFT saves with an adapter that trains the embedding. Engines ignore them.
 _OF_THE_BASE = (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")
-_PLAIN_TYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")  # others are packed: their shapes differ
+_PLAIN_TYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")  # tensors of other types are packed: shapes differ
 
 Shape = tuple[int, int]
 
@@ -58,7 +58,7 @@ class AdapterFiles:
     """Description of an adapter, read from the files in its folder."""
 
     rank: int  # highest rank of its modules
-    shapes: Mapping[str, Shape]  # shape of its change to each module's weight: outputs, inputs
+    shapes: Mapping[str, Shape]  # shape of the adapter's change to each module's weight: outputs, inputs
 
     @classmethod
     def read(cls, folder: Path) -> AdapterFiles:
@@ -81,7 +81,7 @@ class AdapterFiles:
                     f"{folder / WEIGHTS_FILE}: {name!r} {list(shape)} is no weight of a LoRA adapter"
                 )
             is_embedding = weight["row"] is not None
-            # An embedding's are transposed: a row is one looked-up vector.
+            # The weights of an embedding are transposed: a row is one looked-up vector.
             part = {"A": "B", "B": "A"}[weight["row"]] if is_embedding else weight["part"]
             parts.setdefault(weight["module"], {})[part] = (
                 (shape[1], shape[0]) if is_embedding else (shape[0], shape[1])
@@ -99,9 +99,9 @@ class AdapterFiles:
         return cls(max(ranks, *(pair["A"][0] for pair in parts.values())), shapes)
 
     def check(self, base: BaseModel, max_rank: int) -> None:
-        """Raises InvalidRequestError unless the adapter fits `base` and has at most `max_rank`.
+        """Raises InvalidRequestError if the adapter does not fit `base`, or its rank is above `max_rank`.
 
-        Modules that the checkpoint names differently from PEFT are left to the engine.
+        Does not check modules for which the checkpoint has another name than PEFT; the engine does.
         """
         if self.rank > max_rank:
             raise InvalidRequestError(
@@ -120,7 +120,7 @@ class AdapterFiles:
 def copy_adapter(source: Path, folder: Path) -> str:
     """Copies the two files of an adapter to the new `folder`. Returns the copy's fingerprint (SHA-256).
 
-    Raises InvalidRequestError.
+    Raises InvalidRequestError if `source` cannot be read.
     """
     digest = hashlib.sha256()
     folder.mkdir(mode=0o700)
@@ -140,8 +140,8 @@ def copy_adapter(source: Path, folder: Path) -> str:
 def folder_within(path: str, root: Path) -> Path:
     """Returns the adapter's folder at `path`, absolute or relative to `root`. Raises InvalidRequestError.
 
-    The folder and its files must be below `root` after following every link. They must be regular files, because a FIFO
-    would block forever.
+    After following all links, the folder and its files must be below `root`. The files must be regular files, because
+    reading a FIFO would block forever.
     """
     root = root.expanduser().resolve()
     try:

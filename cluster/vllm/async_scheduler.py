@@ -1,9 +1,9 @@
-"""Rounds for vLLM's asynchronous scheduler: a step is scheduled and submitted while the previous one runs.
+"""Rounds for vLLM's asynchronous scheduler: a step is scheduled and submitted while the previous step runs.
 
-A step without drafts is vLLM's own, and nothing in it waits for the host. The same holds for a step whose drafts the
-runner made itself (`device_rounds`). A step with drafts of other workers is *bound*. Its number of rows for each
-sequence is planned when it is scheduled. Its drafts are collected later, after the previous step's output has been
-processed and sent to the drafters. Meanwhile the rest of the step is queued on the device, behind a gate.
+Steps without drafts, and steps whose drafts the runner makes itself (`device_rounds`), run as in vLLM and never wait
+for the host. A step with drafts of draft workers is *bound*. The scheduler plans the number of rows for each sequence
+when it schedules the step. It collects the drafts later, after it has processed the output of the previous step and
+sent it to the drafters. Meanwhile the step is queued on the device, behind a gate (`draft_gate`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from cluster.vllm.scheduler import RoundScheduler
 logger = logging.getLogger(__name__)
 
 BOUND_STEP = "outrider_bound_step"  # attribute of the SchedulerOutput of a step whose drafts come later
-_STUCK_SECONDS = 1.0  # after its submission a step runs without drafts: longer than nearly all steps and waits take
+_STUCK_SECONDS = 1.0  # seconds after its submission when a step runs without drafts; nearly all steps take less
 
 
 @dataclass(slots=True)
@@ -40,8 +40,8 @@ class _Submitted:
     decoding: Sequence[Request]
     bound: BoundStep | None
     num_drafts: Mapping[str, int]  # rows for drafts, by request ID
-    leaves_prompts: bool  # as `EngineStep` has it
-    began_at: float = 0.0  # when its drafts had arrived, or it was submitted
+    leaves_prompts: bool  # `EngineStep.left_prompts`
+    began_at: float = 0.0  # when the gate was opened for the step; without a gate, when the step was scheduled
     drafts: dict[str, Sequence[int]] = field(default_factory=dict)
     submitted_at: float = field(default_factory=time.monotonic)
 
@@ -53,7 +53,7 @@ class AsyncRoundScheduler(RoundScheduler, AsyncScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._planned: Sequence[Request] = ()  # requests that decode next; not those whose prompt ends there
+        self._planned: Sequence[Request] = ()  # requests that decode in the next step, after an earlier end of prompt
         self._submitted: deque[_Submitted] = deque()
         self._landing: _Submitted | None = None  # the step whose output is being processed
         self._landed_at = 0.0
@@ -101,7 +101,7 @@ class AsyncRoundScheduler(RoundScheduler, AsyncScheduler):
         return len(self._submitted)
 
     def drafts_in_flight(self, request: Request) -> Sequence[int]:
-        """Returns the drafts of `request` in the step that was submitted last; empty before they have come."""
+        """Returns the drafts of `request` in the last submitted step; empty until they are collected."""
         return self._submitted[-1].drafts.get(request.request_id, ())
 
     def shutdown(self) -> None:
@@ -148,7 +148,7 @@ class AsyncRoundScheduler(RoundScheduler, AsyncScheduler):
         return max(self._landing.began_at, self._landed_at)
 
     def _verified_drafts(self, scheduler_output: SchedulerOutput, output: EngineCoreOutput) -> Sequence[int]:
-        if self._device_rounds is not None:  # only the accepted ones are known
+        if self._device_rounds is not None:  # the host only has the accepted drafts
             rows = len(scheduler_output.scheduled_spec_decode_tokens.get(output.request_id, ()))
             accepted = output.new_token_ids[:-1]
             return [*accepted, *[-1] * (rows - len(accepted))]
@@ -156,7 +156,7 @@ class AsyncRoundScheduler(RoundScheduler, AsyncScheduler):
         return self._landing.drafts.get(output.request_id, ())
 
     def _open(self, step: _Submitted, drafts: Sequence[Sequence[int]] | None) -> bool:
-        """Opens the gate of `step` with `drafts`. Returns True if it is bound and runs with them."""
+        """Opens the gate of `step` with `drafts`. Returns True if the step is bound and its gate was still closed."""
         return step.bound is not None and self._gate is not None and self._gate.open(step.bound, drafts)
 
     def _watch_gate(self) -> None:

@@ -1,7 +1,7 @@
-"""Drafts that come after their step was submitted, in the V2 runner of every rank.
+"""Drafts that arrive after their step was submitted, in the V2 runner of every rank.
 
-The runner combines sampled tokens and drafts to the input of a step. At that point the drafts that were collected for
-the step replace those of the runner's speculator, which proposes nothing.
+The runner builds the input of a step from sampled tokens and drafts. Just before, this module replaces the drafts of
+the runner's speculator, which are placeholders, with the drafts that the scheduler collected for the step.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from cluster.vllm.coupled_sampling import CoupledSampling
 from cluster.vllm.draft_gate import BoundStep, DraftReader
 from cluster.vllm.function_wrapping import wrap_function
 
-_executing: BoundSteps | None = None  # the steps whose runner is preparing one in this process: one at a time
-_has_mask = False  # whether the step that is about to be sampled is bound
+_executing: BoundSteps | None = None  # the instance whose runner is executing a step; only one runner does at a time
+_has_mask = False  # whether the next step to sample has a mask
 
 
 class BoundSteps:
-    """Fills the drafts of a runner's steps in."""
+    """Fills the drafts into the bound steps of one runner."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
@@ -50,7 +50,10 @@ class BoundSteps:
             self._step = _executing = None
 
     def fill(self) -> None:
-        """Writes the drafts of the step, if it is bound, into the runner's table before later work in the stream."""
+        """Writes the drafts of the current step into the runner's table. Does nothing if the step is not bound.
+
+        On a GPU, later work in the current stream waits for the drafts.
+        """
         step, self._step = self._step, None
         if step is None:
             return
@@ -62,7 +65,7 @@ class BoundSteps:
         states.draft_tokens[places] = self._reader.read(step)
 
     def _keep_mask(self, logits: torch.Tensor, *arguments: Any) -> None:
-        """Defers the mask to the sampling, which works on a copy: log-probabilities are those of all tokens."""
+        """Defers the mask until sampling, which works on a copy, so that log-probabilities cover all tokens."""
         global _has_mask
         num_rows = len(logits)
 
@@ -87,7 +90,7 @@ def _max_chunk_logits(original: Callable[..., int], *arguments: Any) -> int:
 
 
 class NoSpeculator(BaseSpeculator):
-    """A speculator that proposes nothing: drafts come with the steps that verify them."""
+    """A speculator that only proposes placeholders: drafts come with the steps that verify them."""
 
     supports_mm_inputs = False
     draft_logits = None  # token IDs only

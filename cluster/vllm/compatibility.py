@@ -1,12 +1,13 @@
 """Compatibility check: compares the installed vLLM with the internals that this package uses.
 
-These change with every release, without notice. Each internal that is used has a row here, and the rows are checked
-before anything is changed. To support a new version, try it, update its rows, and raise `VERSION`.
+vLLM may change its internals with every release, without notice. This module has a row for each internal that the
+package uses, and checks all rows before the package changes anything in vLLM. To support a new version, try it, update
+the rows, and raise `VERSION`.
 
     python -m cluster.vllm.compatibility --source DIR      (--newest: the newest release; `make vllm-next`)
 
-compares the rows with the source of another version in DIR. It also compares the bodies of the functions with those of
-the installed version.
+compares the rows with the source of another version in DIR. It also compares the functions' bodies with those of the
+installed version.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Internal(NamedTuple):
     module: str
     attribute: str  # a path, as in `InputProcessor.process_inputs`
     parameters: tuple[str, ...] | None = None  # all parameters of a function, in order; None: its existence is enough
-    some: tuple[str, ...] = ()  # required parameters: the class may have others
+    some: tuple[str, ...] = ()  # required parameters; there may be others
 
     @property
     def name(self) -> str:
@@ -269,7 +270,7 @@ LORA = (
         )
     ),
     Internal("vllm.lora.punica_wrapper.punica_cpu", "bgmv_shrink"),
-    # KV is found again by an adapter's name and path, so new contents need a new name or path.
+    # vLLM's hashes of KV blocks contain the adapter's name and path, so new contents need a new name or path.
     Internal("vllm.v1.core.kv_cache_utils", "_gen_lora_extra_hash_keys", ("request",)),
 )
 
@@ -330,7 +331,7 @@ DRAFTER = (
 
 
 def check(internals: Sequence[Internal]) -> None:
-    """Raises ConfigurationError unless vLLM is installed, of our version, and has `internals`.
+    """Raises ConfigurationError if vLLM is missing, has another version, or differs in `internals`.
 
     The message names the differences.
     """
@@ -349,14 +350,14 @@ def check(internals: Sequence[Internal]) -> None:
 
 
 def check_installation() -> None:
-    """Raises ConfigurationError if vLLM is not installed, or if a broken package keeps it from being imported."""
+    """Raises ConfigurationError if vLLM is not installed, or if a broken package prevents its import."""
     if importlib.util.find_spec("vllm") is None:
         raise ConfigurationError("vLLM is not installed: run `make setup-vllm`")
     for name in _BROKEN_BESIDE_VLLM:
         try:
             importlib.import_module(name)
         except ModuleNotFoundError:
-            continue  # vLLM does without
+            continue  # vLLM does not need it
         except Exception as error:
             raise ConfigurationError(
                 f"{name} is installed and cannot be imported ({error}), and vLLM's models need it: it was built for "
@@ -386,7 +387,7 @@ def _other_parameters(internal: Internal, parameters: tuple[str, ...]) -> str | 
 def compare_source(folder: Path, installed: Path) -> tuple[list[str], list[str]]:
     """Compares all rows with the source in `folder`.
 
-    Returns their differences, and the names of the functions whose bodies differ from those in `installed`.
+    Returns the differences, and the names of the functions whose bodies in `folder` and `installed` differ.
     """
     tree, own = SourceTree(folder), SourceTree(installed)
     differences, bodies = [], []

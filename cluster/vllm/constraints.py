@@ -15,13 +15,13 @@ from cluster.engine.constraint import TokenConstraint
 from cluster.grammars import matching
 
 EXTRA_ARGS_KEY = "outrider_constraints"
-_VOCABULARY_SECONDS = 10.0  # it is being sent when the first grammar arrives, and takes some 100 ms to read
+_VOCABULARY_SECONDS = 10.0  # maximum wait for the vocabulary, which takes some 100 ms to read
 
 
 def to_extra_args(constraints: Constraints, end_token_ids: Collection[int], grammar: str | None) -> dict[str, Any]:
     """Returns the `extra_args` of a request.
 
-    `grammar`: the grammar of `constraints`, compiled and serialized. Each of `end_token_ids` ends the sequence.
+    `grammar`: the grammar of `constraints`, compiled and serialized. `end_token_ids`: tokens that end the sequence.
     """
     if constraints == UNCONSTRAINED:
         return {}
@@ -51,14 +51,14 @@ class RequestConstraints:
         self._constraints: dict[str, TokenConstraint] = {}
 
     def know_vocabulary(self, written: str) -> None:
-        """Sets the vocabulary. Call it for the first request with a grammar. Thread-safe."""
+        """Sets the vocabulary. Must be called for the first request with a grammar. Thread-safe."""
         self._vocabulary = matching.read_vocabulary(written)
         self._is_known.set()
 
     def of(
         self, request_id: str, extra_args: Mapping[str, Any] | None, generated: Sequence[int]
     ) -> TokenConstraint | None:
-        """Returns the constraint of a request after the tokens `generated`; None if it has none."""
+        """Returns the constraint of a request after the tokens `generated`; None if the request has no constraint."""
         asked = (extra_args or {}).get(EXTRA_ARGS_KEY)
         if asked is None:
             return None

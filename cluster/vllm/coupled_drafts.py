@@ -1,10 +1,10 @@
 """Drafts that vLLM's V2 runner makes on its device, drawn under the noise of the target.
 
-`couple` replaces the draw of any of vLLM's speculators that have a draft model (EAGLE, MTP, `draft_model`). If both
-models have the same distribution, a draft then equals the target's choice, as with a draft worker.
+`couple` replaces the sampling of drafts in vLLM's speculators that have a draft model (EAGLE, MTP, `draft_model`). If
+draft model and target have the same distribution, a draft then equals the target's choice, as with a draft worker.
 
-`RecordedSpeculator` replaces vLLM's speculator of the method `draft_model`. Its depth may change with every step, and
-it is recorded as CUDA graphs; vLLM's own runs kernel by kernel, always to the full depth.
+`RecordedSpeculator` replaces vLLM's speculator of the method `draft_model`. It runs recorded CUDA graphs, and its depth
+may change with every step. vLLM's speculator launches every kernel by itself, and always drafts to the full depth.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # maximum batc
 class CoupledDraw:
     """Draws drafts for the requests in a runner's slots, with their temperature, filters and noise.
 
-    Biases and penalties are left out.
+    Ignores biases and penalties.
     """
 
     def __init__(self, max_num_reqs: int, couplings: SlotCouplings, device: torch.device) -> None:
         self._couplings = couplings
-        self._num_changes = 0  # number of changes in `_table`
-        self._table = empty_table(max_num_reqs, device)  # by slot
+        self._num_changes = 0  # value of `SlotCouplings.num_changes` at the last copy to `_table`
+        self._table = empty_table(max_num_reqs, device)  # one row per slot
         self._host = np.array(self._table.rows.cpu())
 
     def refresh(self) -> None:
-        """Copies the couplings of new requests to the device. Must not be recorded."""
+        """Copies the couplings of new requests to the device. Must not be part of a recorded graph."""
         if self._num_changes == self._couplings.num_changes:
             return
         self._num_changes = self._couplings.num_changes
@@ -58,7 +58,7 @@ class CoupledDraw:
     def __call__(self, logits: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Returns drafts, int64 [num_rows].
 
-        `logits` [num_rows, vocab_size] are those after the token at `positions`.
+        `logits` [num_rows, vocab_size]: logits after the tokens at `positions`.
         """
         rows = self._table.rows[slots]
         rows[:, POSITION] = positions + 1
@@ -68,7 +68,10 @@ class CoupledDraw:
 
 
 def couple(speculator: Any, req_states: Any) -> None:
-    """Makes `speculator`, one of vLLM's with a draft model, draw under the noise of the requests in `req_states`."""
+    """Makes `speculator` draw under the noise of the requests in `req_states`.
+
+    `speculator` must be one of vLLM's speculators with a draft model.
+    """
     draw_drafts = CoupledDraw(req_states.max_num_reqs, couplings_of(req_states.all_token_ids), req_states.device)
     propose = speculator.propose
 
@@ -112,14 +115,14 @@ class _Batch:
 class RecordedSpeculator(StandaloneARSpeculator):
     """Drafts with a draft model.
 
-    A pass over the tokens that the target has committed gives the first draft; each further draft takes another pass.
+    A pass over the new committed tokens gives the first draft of each sequence. Each further draft takes another pass.
     """
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         number = self.max_num_reqs
         self._is_recorded = False
-        # By the number of sequences: the first draft of each, after a step without long prompts, and one more.
+        # Graphs by number of sequences: for the first drafts after a step without long prompts, and for one more draft.
         self.recorded_first: dict[int, Callable[[], None]] = {}
         self.recorded_further: dict[int, Callable[[], None]] = {}
         self._num_rejected = torch.zeros(number, dtype=torch.int32, device=device)
@@ -166,7 +169,7 @@ class RecordedSpeculator(StandaloneARSpeculator):
         is_profile: bool = False,
         num_speculative_tokens: int | None = None,
     ) -> torch.Tensor:
-        """Returns int64 [num_reqs, K], whose first `num_speculative_tokens` columns are drafts."""
+        """Returns int64 [num_reqs, K]; the first `num_speculative_tokens` columns are drafts."""
         if dummy_run:
             warming: torch.Tensor = super().propose(
                 input_batch,
@@ -227,7 +230,7 @@ class RecordedSpeculator(StandaloneARSpeculator):
         )
 
     def draft_first(self, batch: Any) -> None:
-        """Drafts the first token after the committed tokens of `batch`, and sets up the inputs of further ones."""
+        """Drafts the first token after the committed tokens of `batch`, and sets the inputs of further drafts."""
         number, buffers = batch.num_reqs, self.input_buffers
         self._prefill(batch, self._num_rejected[:number], self._last_sampled, number, False, None)
         self._drafts[:number] = self.draft_tokens[:number, 0]
@@ -262,6 +265,6 @@ class RecordedSpeculator(StandaloneARSpeculator):
 
 
 def _at_least(number: int, recorded: Mapping[int, Callable[[], None]]) -> Callable[[], None] | None:
-    """Returns the recorded call of the smallest size that has room for `number` sequences; None if there is none."""
+    """Returns the recorded call of the smallest size with room for `number` sequences; None if all are too small."""
     size = min((size for size in recorded if size >= number), default=None)
     return None if size is None else recorded[size]

@@ -1,8 +1,9 @@
 """Coupled sampling as a logits processor of vLLM's V2 runner.
 
-To vLLM every request is greedy. This processor adds temperature, filters and noise, so that the argmax is our choice.
-vLLM's verification, which compares drafts with the argmax, thus becomes the coupled rule. Bias, penalties, bad words
-and grammar are vLLM's own, and are applied before.
+To vLLM every request is greedy. This processor applies temperature and filters and adds noise, so that the argmax of
+the logits is our choice. vLLM verifies drafts by comparing them with the argmax, which thus becomes the coupled rule.
+vLLM applies bias and penalties itself, before this processor. In the plugin (`cluster.vllm.v2`) it also applies bad
+words and grammars; in our target worker `CoupledSampling.mask` applies all constraints.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class CoupledSampling(LogitsProcessor):
-    """Logits processor that keeps the requests' parameters on the logits' device, by slot: no step waits for a copy."""
+    """Logits processor that keeps the requests' parameters by slot on the logits' device: steps wait for no copy."""
 
     def __init__(self, vllm_config: Any, req_states: LogitsProcRequestState) -> None:
         self._couplings = couplings_of(req_states.all_token_ids)
@@ -36,12 +37,12 @@ class CoupledSampling(LogitsProcessor):
         self._host = _Slots.on_host(req_states.max_num_reqs)
         self._slots = self._host.to(self._device)
         self._is_stale = False
-        self.mask: Callable[[torch.Tensor], None] | None = None  # applied to the next logits: excludes tokens
+        self.mask: Callable[[torch.Tensor], None] | None = None  # excludes tokens from the next logits
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
         coupling = Coupling.of(sampling_params.extra_args)
         self._couplings.put(req_idx, coupling)
-        if coupling is None:  # vLLM's own requests, for warm-up
+        if coupling is None:  # a warm-up request of vLLM
             self._host.clear(req_idx)
         else:
             self._host.put(req_idx, coupling)

@@ -1,8 +1,7 @@
 """Coupling: the parameters of Outrider's sampling for a request inside vLLM, sent in the request's `extra_args`.
 
-vLLM's own parameters stay neutral (greedy, no filters), so that vLLM neither refuses a parameter together with
-speculation nor rounds it. Noise key and position determine the noise, so a request can be moved or repeated with these
-fields alone.
+vLLM's own parameters stay neutral (greedy, no filters), so that vLLM neither refuses a parameter because of speculation
+nor rounds it. Noise key and position determine the noise, so these fields are sufficient to move or repeat a request.
 """
 
 from __future__ import annotations

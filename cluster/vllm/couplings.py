@@ -1,4 +1,4 @@
-"""Couplings of the requests in a model runner's slots. Its sampler writes them and its speculator reads them."""
+"""Couplings of the requests in a model runner's slots. The sampler writes them; the speculator reads them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class SlotCouplings:
         self.num_changes = 0
 
     def get(self, slot: int) -> Coupling | None:
-        """Returns the coupling in `slot`; None for requests without one, such as vLLM's warm-up."""
+        """Returns the coupling in `slot`; None if the request has none, such as a warm-up request of vLLM."""
         return self._by_slot.get(slot)
 
     def put(self, slot: int, coupling: Coupling | None) -> None:
@@ -32,6 +32,6 @@ _OF_RUNNER: WeakKeyDictionary[object, SlotCouplings] = WeakKeyDictionary()
 def couplings_of(all_token_ids: object) -> SlotCouplings:
     """Returns the couplings of the model runner that has the buffer `all_token_ids`.
 
-    This buffer is the one object that vLLM gives to both the sampler and the speculator.
+    The buffer identifies the runner, because it is the only object that both the sampler and the speculator get.
     """
     return _OF_RUNNER.setdefault(all_token_ids, SlotCouplings())

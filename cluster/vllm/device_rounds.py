@@ -1,9 +1,9 @@
 """Rounds whose drafts the model runner makes itself, on the target's device. The host never reads these drafts.
 
-The host only decides how many there are. Drafts for the next step are made at the end of each step, for all of its
-sequences; `next_depth` decided their number when the step was scheduled. A sequence that ran in a step without drafting
-misses that step's tokens in the draft model's cache. Its drafts would be poor, so it gets no more, and a step of such
-sequences alone drafts nothing.
+The host only decides their number: `next_depth` chooses it when a step is scheduled. At the end of the step the runner
+drafts this number of tokens for all sequences of the step, to verify in the next step. After a step without drafting,
+the draft model's cache lacks the tokens of that step. The drafts of its sequences would be poor, so these sequences get
+no more drafts, and a step in which all sequences lack tokens drafts nothing.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ TRIED_STEPS = 3 * len(DEPTHS)  # each depth three times: the first step may comp
 @dataclass(slots=True)
 class _Sequence:
     acceptance: SequenceAcceptance
-    asked: int | None  # drafts a step; None: the depth that is chosen
-    num_drafted: int = 0  # drafts of its last step
-    is_whole: bool = True  # whether the draft model has computed all its tokens
+    asked: int | None  # drafts per step that the request set; None: the chosen depth
+    num_drafted: int = 0  # drafts made at the end of its last step
+    is_whole: bool = True  # whether the draft model's cache has all tokens of the sequence
 
 
 class DeviceRounds:
     """`cluster.vllm.scheduler.Rounds` for a runner that drafts. A depth of 0 drafts nothing in that step."""
 
     def __init__(self, max_depth: int, opening_depth: int, *, is_fixed: bool) -> None:
-        """`is_fixed`: the depth stays at `opening_depth` unless a request sets another."""
+        """`is_fixed`: the depth is always `opening_depth`, except for requests that set their own."""
         self._depths = DeviceDepths(max_depth, opening_depth)
         self._max_depth = max_depth
         self._is_fixed = is_fixed
@@ -55,7 +55,7 @@ class DeviceRounds:
         self._is_trying = False
 
     def next_depth(self, requests: Iterable[Request]) -> int:
-        """Returns the number of drafts of the step that is about to be scheduled. `requests` run or wait."""
+        """Returns the number of drafts to make in the next scheduled step. `requests`: running and waiting requests."""
         if self._is_trying:
             self._num_tried += 1
             return min(DEPTHS[self._num_tried % len(DEPTHS)], self._max_depth)
@@ -82,11 +82,11 @@ class DeviceRounds:
         return planned if any(planned.values()) else {}
 
     def collect(self, decoding: Sequence[Request]) -> Mapping[str, Sequence[int]]:
-        """Returns no drafts: these are already on the device."""
+        """Returns no drafts, because they are already on the device."""
         return {}
 
     def scheduled(self, joining: Sequence[Request]) -> None:
-        """Does nothing: no state is kept of requests before `next_depth`."""
+        """Does nothing: `next_depth` creates the state of new requests."""
 
     def end(self, step: EngineStep) -> None:
         depth = self._scheduled.popleft()
@@ -113,6 +113,6 @@ class DeviceRounds:
             temperature = 0.0 if coupling is None else coupling.params.temperature
             asked = None if coupling is None else coupling.num_speculative_tokens
             if is_constrained(params):
-                asked = 0  # the masks of its drafts would have to be known before these are
+                asked = 0  # masks are made on the host, which never has the drafts that they depend on
             sequence = self._sequences[request.request_id] = _Sequence(self._depths.acceptance(temperature), asked)
         return sequence

@@ -23,9 +23,9 @@ from cluster.vllm.scheduler import EngineLoad, EngineStep, RoundScheduler
 
 
 class DraftEngine:
-    """An engine core that runs in the calling thread; with one rank its model does, too.
+    """An engine core that runs in the calling thread. With one rank, its model runs in this thread too.
 
-    A request is added with its coupling and lives until it is removed, or reaches the longest length of the model.
+    A request lives from `add` until `remove`, or until it has the model's maximum length.
     """
 
     def __init__(self, worker: WorkerConfig) -> None:
@@ -56,18 +56,18 @@ class DraftEngine:
 
     @property
     def prefix_cache(self) -> tuple[int, int]:
-        """Tokens of the started requests, and how many of them were in the cache. Thread-safe."""
+        """Number of tokens of all started requests, and the number of those found in the cache. Thread-safe."""
         return self._scheduler.num_queried_tokens, self._scheduler.num_hit_tokens
 
     def add(self, token_ids: Sequence[int], coupling: Coupling, cache_root: bytes = b"") -> str:
-        """Adds a request that continues `token_ids`, fewer than the longest length. Returns its ID.
+        """Adds a request that continues `token_ids`. Returns its ID.
 
-        Its KV is shared only with requests of the same `cache_root`.
+        `token_ids` must be shorter than the model's maximum length. Requests with different `cache_root` share no KV.
         """
         params = SamplingParams(
             temperature=0.0,
             max_tokens=self.max_model_len - len(token_ids),
-            ignore_eos=True,  # the target decides where an answer ends
+            ignore_eos=True,  # the target decides when an answer ends
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
             extra_args=coupling.to_extra_args(),
@@ -80,16 +80,17 @@ class DraftEngine:
         return request_id
 
     def remove(self, request_id: str) -> None:
-        """Frees the request's blocks, which stay in the prefix cache. Does nothing if it has ended."""
+        """Frees the request's blocks, which stay in the prefix cache. Does nothing if the request has ended."""
         self._engine.abort_request([request_id], internal=True)
 
     def step(self, request_ids: Collection[str]) -> dict[str, int]:
-        """Adds one token to `request_ids`, as far as a step has room for prompts. Returns the new tokens.
+        """Runs one step, which adds a token to each of `request_ids`. Returns the new tokens by request ID.
 
-        Other requests do not advance, except for prompts that are being computed.
+        Requests whose prompt does not fit in the step get no token yet. Other requests do not advance, unless their
+        prompt is being computed.
         """
         if threading.get_ident() != self._thread:
-            # OpenMP counts threads for each thread that starts them.
+            # OpenMP has a number of threads for each calling thread, so a new one needs it set again.
             self._thread = threading.get_ident()
             torch.set_num_threads(self._num_threads)
         self._named.request_ids, self._named.token_ids = frozenset(request_ids), {}
@@ -98,7 +99,7 @@ class DraftEngine:
 
 
 class _Named:
-    """Rounds without drafts, which select the requests of a step and keep its tokens."""
+    """Rounds without drafts. They select the requests of a step, and store its tokens."""
 
     def __init__(self) -> None:
         self.request_ids: frozenset[str] = frozenset()
@@ -122,7 +123,7 @@ class _Named:
 def _settable_threads() -> Iterator[None]:
     """Restores `torch.set_num_threads` on exit.
 
-    vLLM's CPU worker disables it, as if the process and its threads were its own.
+    vLLM's CPU worker disables this function for the whole process.
     """
     set_num_threads = torch.set_num_threads
     try:

@@ -1,9 +1,9 @@
 """Drafts for a step that is already submitted: the device waits for them, not the host.
 
-The engine core's process writes the drafts of bound step `number` to shared memory and then opens the gate by writing
-`number` to its first word. Every rank queues the copy to its device, and the rest of the step, behind a wait for that
-word: on a GPU its stream waits, on a CPU the worker's thread. If a step's drafts never come, it reads those of another
-step, which the target rejects, so a wait that is cut short changes no token.
+The engine core's process writes the drafts of bound step `number` to shared memory. Then it opens the gate by writing
+`number` to the first word of this memory. Every rank queues a wait for that word, and after it the copy to its device
+and the rest of the step. On a GPU the stream waits; on a CPU the worker's thread waits. If the gate opens without new
+drafts, the step reads old drafts. The target verifies these like any others, so the committed tokens stay exact.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-_RING = 4  # Steps whose drafts are kept. Two are in flight, and a step that has ended has been copied.
+_RING = 4  # Steps whose drafts are kept. At most two steps are in flight, and an ended step has copied its drafts.
 _HEADER_BYTES = 64  # The word, and padding that puts the drafts into other cache lines.
 _POLL_SECONDS = 5e-5  # Time on a CPU between two reads of the word.
 _WORD = 2**32
@@ -68,14 +68,14 @@ class DraftGate:
         self._opening = threading.Lock()
 
     def bind(self, request_ids: Sequence[str]) -> BoundStep:
-        """Returns the next step that waits at the gate."""
+        """Returns the message for the next step that waits at the gate."""
         self._num_bound += 1
         return BoundStep(self._path, self._num_bound, tuple(request_ids), self._max_requests, self._max_drafts)
 
     def open(self, step: BoundStep, drafts: Sequence[Sequence[int]] | None) -> bool:
-        """Opens the gate of `step` with `drafts`, one sequence per request; None: with the present ones.
+        """Opens the gate of `step` with `drafts`, one sequence per request; None: without new drafts.
 
-        Thread-safe. Returns False if the gate was open before, because ranks may have read the drafts.
+        Returns False, and writes nothing, if the gate was already open: ranks may have read the drafts. Thread-safe.
         """
         with self._opening:
             if step.number <= self._num_open:
@@ -106,9 +106,10 @@ class DraftReader:
         self._rings = [torch.from_numpy(drafts) for drafts in self._memory.drafts]
 
     def read(self, step: BoundStep) -> torch.Tensor:
-        """Returns the drafts of `step`, int64 [num_requests, max_drafts], on the device once the gate is open.
+        """Returns the drafts of `step` on the device, int64 [num_requests, max_drafts].
 
-        On a GPU it returns at once: later work in the current stream waits.
+        On a CPU this waits until the gate is open. On a GPU it returns at once, and later work in the current stream
+        waits.
         """
         if self._device.type == "cuda":
             _wait_in_stream(torch.cuda.current_stream().cuda_stream, self._word_address, step.number % _WORD)
@@ -127,7 +128,7 @@ def _driver() -> ctypes.CDLL:
 
 
 def _register(word: npt.NDArray[np.uint32], num_bytes: int) -> int:
-    """Lets the GPU read the memory that begins with `word`. Returns the device's address of the word."""
+    """Maps the memory that begins with `word` for the GPU. Returns the device's address of the word."""
     host = word.ctypes.data
     portable_and_mapped = 1 | 2
     failed = torch.cuda.cudart().cudaHostRegister(host, num_bytes, portable_and_mapped)  # type: ignore[no-untyped-call]

@@ -17,16 +17,16 @@ from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder
 from cluster.vllm.function_wrapping import wrap_function
 
-# The executor that vLLM uses for one rank on a GPU. On a CPU it refuses its short name, "uni", as it sets the threads'
-# environment only for processes that it starts; here `set_environment` does. With the runner in a process of its own
-# both spin for each other's messages on the cores that the model computes on.
+# The executor that vLLM uses for one rank on a GPU. On a CPU vLLM refuses the executor's short name, "uni", because
+# vLLM sets the environment for threads only in processes that it starts; `set_environment` sets it here. With the
+# runner in a separate process, both processes would spin for messages on the cores that the model needs.
 _IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-_CPU_BLOCK_TOKENS = 32  # vLLM's attention on a CPU is made for multiples of it
+_CPU_BLOCK_TOKENS = 32  # vLLM's attention on a CPU is fast for multiples of this block size
 
 COUPLED_SAMPLING = "cluster.vllm.coupled_sampling:CoupledSampling"  # logits processor of the V2 runner
 _RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
-# Decided by other settings, or by how this project uses vLLM.
+# Arguments that may not be set, each with the setting to use instead; None: this project sets the argument itself.
 _OWNED = {
     "model": "model",
     "tokenizer": "model",
@@ -76,7 +76,7 @@ def common_engine_args(worker: WorkerConfig) -> dict[str, Any]:
         "max_model_len": worker.max_model_len,
         "max_num_seqs": worker.max_num_seqs,
         "max_num_batched_tokens": worker.max_num_batched_tokens,
-        # Committed tokens must be on the host when the next step is scheduled, as they go to the drafters.
+        # Drafters get the committed tokens between two steps, so these must be on the host when a step is scheduled.
         "async_scheduling": False,
         "disable_log_stats": True,
         **({"distributed_executor_backend": _IN_PROCESS} if is_cpu and worker.tensor_parallel_size == 1 else {}),
@@ -85,7 +85,10 @@ def common_engine_args(worker: WorkerConfig) -> dict[str, Any]:
 
 
 def make_args(cls: type[Any], values: Mapping[str, Any]) -> Any:
-    """Returns `cls(**values)`, one of vLLM's classes of arguments. Raises ConfigurationError naming an unknown one."""
+    """Returns `cls(**values)`; `cls` is one of vLLM's classes of arguments.
+
+    Raises ConfigurationError if vLLM has no argument of one of the names.
+    """
     try:
         return cls(**values)
     except TypeError as error:
@@ -98,9 +101,9 @@ def wants_v2_runner() -> bool:
 
 
 def carrier(num_speculative_tokens: int) -> dict[str, Any] | None:
-    """Returns the speculation that the V2 runner prepares for and that our drafts replace; None without drafts.
+    """Returns vLLM's `speculative_config` for the V2 runner, whose drafts ours replace; None without drafts.
 
-    This method needs no model and leaves the committed tokens where they can be read quickly.
+    The method `ngram_gpu` needs no model, and its committed tokens can be read quickly.
     """
     if num_speculative_tokens == 0:
         return None
@@ -109,7 +112,7 @@ def carrier(num_speculative_tokens: int) -> dict[str, Any] | None:
 
 
 def allow_bias() -> None:
-    """Makes vLLM accept requests with a bias together with speculation: the V2 runner applies the bias itself."""
+    """Makes vLLM accept requests with a logit bias despite speculation. The V2 runner applies the bias correctly."""
     from vllm.sampling_params import SamplingParams
 
     wrap_function(SamplingParams, "_validate_spec_decode", lambda original, *arguments: None)
@@ -118,12 +121,12 @@ def allow_bias() -> None:
 def set_environment(worker: WorkerConfig, *, v2_runner: bool = False) -> None:
     """Sets the environment variables of the processes that vLLM starts.
 
-    Except for the model runner and the start method of processes, variables that are already set stay as they are.
+    Variables that are already set stay as they are, except for the model runner and the start method of processes.
     """
     os.environ[_RUNNER] = str(int(v2_runner))
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # threads already run by then
     wanted = {
-        "VLLM_LOGGING_LEVEL": "ERROR",  # its messages are of no use to an operator
+        "VLLM_LOGGING_LEVEL": "ERROR",  # other messages of vLLM do not help an operator
         "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning",  # for its processes
         "VLLM_NO_USAGE_STATS": "1",
     }
@@ -135,7 +138,7 @@ def set_environment(worker: WorkerConfig, *, v2_runner: bool = False) -> None:
         if worker.tensor_parallel_size == 1:
             wanted["OMP_NUM_THREADS"] = str(len(cpus))
             wanted["KMP_AFFINITY"] = f"granularity=fine,explicit,proclist=[{','.join(cpus)}]"
-            # As vLLM sets them. Threads must not spin for long after a step, because the drafter needs their cores.
+            # The same values as vLLM's. Threads must not spin for long after a step: the drafter needs their cores.
             wanted["KMP_TPAUSE"] = "0"
             wanted["KMP_BLOCKTIME"] = "1"
         wanted["LD_PRELOAD"] = ":".join(recommended_libraries())
@@ -145,7 +148,7 @@ def set_environment(worker: WorkerConfig, *, v2_runner: bool = False) -> None:
 
 
 def _binding(cpus: Sequence[str], num_ranks: int) -> str:
-    """Returns the cores of each rank in vLLM's notation, separated by `|`."""
+    """Returns the cores of the ranks in vLLM's notation, with `|` between ranks."""
     share = max(1, len(cpus) // num_ranks)
     ranks = [cpus[(rank * share) % len(cpus) :][:share] for rank in range(num_ranks)]
     return "|".join(",".join(rank) for rank in ranks)

@@ -12,14 +12,14 @@ from cluster.errors import ConfigurationError, InvalidRequestError
 from cluster.vllm.adapter_folder import AdapterFiles
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # ranks that vLLM supports
-_LATER_RANK = 16  # minimum rank if adapters are loaded later, as vLLM's default
+_LATER_RANK = 16  # minimum of `max_rank` if adapters may be loaded later; vLLM's default
 _NUM_SLOTS = 8
 _NUM_LATER = 64
 
 
 @dataclass(frozen=True, slots=True)
 class LoraLimits:
-    """Ranks and numbers of adapters that vLLM reserves memory for."""
+    """Maximum rank and numbers of adapters, for which vLLM reserves memory."""
 
     max_rank: int
     num_slots: int  # adapters per step
@@ -27,9 +27,9 @@ class LoraLimits:
 
     @classmethod
     def of(cls, target: TargetConfig) -> LoraLimits:
-        """Returns limits for the listed adapters, and for later ones if they may be loaded.
+        """Returns limits with room for the configured adapters, and for later ones if `lora_root` is set.
 
-        Values in `engine_args` take precedence. Raises ConfigurationError.
+        Values in `engine_args` take precedence. Raises ConfigurationError if they are too small or vLLM refuses them.
         """
         given, ranks = target.engine_args, listed_ranks(target)
         has_later = target.lora_root is not None

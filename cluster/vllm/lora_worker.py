@@ -13,7 +13,7 @@ from vllm.lora.punica_wrapper import punica_cpu
 
 
 class LoraWorker:
-    """Extension for LoRA adapters; it runs on every rank."""
+    """Extension of vLLM's worker for LoRA adapters. Its methods run on every rank."""
 
     model_runner: Any
 
@@ -25,9 +25,9 @@ class LoraWorker:
     def _leave_the_head_alone(self) -> None:
         """Removes the adapters from the computation of logits.
 
-        vLLM's adapters of the head expect one row for each token that it samples. Log-probabilities of a prompt have
-        other rows: for them vLLM uses the wrong adapters, or the whole engine fails. Adapters of the head are rare, and
-        are refused because of this.
+        vLLM's adapters of the head expect one row for each sampled token. Log-probabilities of a prompt have other
+        rows: vLLM applies the wrong adapters to them, or the whole engine fails. So this project refuses adapters of
+        the head, which are rare.
         """
         manager, model = self.model_runner.lora_manager._adapter_manager, self.model_runner.model
         heads = {name: layer for name, layer in manager.modules.items() if isinstance(layer, LogitsProcessorWithLoRA)}
@@ -42,16 +42,16 @@ class LoraWorker:
         """Returns the modules of a loaded adapter that the model does not use and vLLM would ignore."""
         manager = self.model_runner.lora_manager._adapter_manager
         adapter = manager.get_adapter(number)
-        # Modules of experts have been split or merged by then.
+        # vLLM splits or merges the modules of experts when it loads an adapter, so their names differ.
         return sorted(name for name in adapter.loras.keys() - manager.modules.keys() if ".experts" not in name)
 
 
 def spare_the_base_on_cpus() -> None:
     """Makes vLLM's LoRA operators for CPUs add nothing to rows without an adapter.
 
-    The operators index the adapters by slot number. The number for no adapter is -1, which PyTorch takes as the last
-    slot. In a batch with adapters, requests of the base would then be computed with that adapter. Rows of zeros add
-    zeros.
+    The operators index the adapters by slot number. A row without an adapter has the number -1, which PyTorch takes as
+    the last slot. So in a batch with adapters, requests for the base model would use the adapter in that slot. The
+    wrapped operators get zeros as the input of these rows, so they add zeros.
     """
 
     def sparing(operator: Callable[..., None]) -> Callable[..., None]:

@@ -1,8 +1,8 @@
 """The entry point `vllm.general_plugins`: vLLM calls `register` in every process that it starts.
 
-vLLM calls it wherever this package is installed too, even in our own target worker. So it only wraps two functions. The
-wrappers do nothing unless `--additional-config '{"outrider": {"draft_addresses": [...]}}'` is set or the engine is our
-own target worker:
+vLLM calls `register` in every installation that has this package, even in our own target worker. So `register` only
+wraps two functions. The wrappers do nothing unless `--additional-config '{"outrider": {"draft_addresses": [...]}}'` is
+set or the engine is our own target worker:
 
     EngineArgs.create_engine_config    Front end: the sampling of requests, and the speculation that vLLM prepares for.
     init_speculator                    Model runner: the source of drafts.
@@ -21,11 +21,11 @@ from cluster.vllm.v2 import is_asked_for
 
 def register() -> None:
     """Wraps vLLM's functions. Calling it repeatedly is safe."""
-    # Before `vllm.v1.worker.gpu.model_runner` is imported, which takes the function by its name.
+    # Wrap before `vllm.v1.worker.gpu.model_runner` is imported, because that module imports the function by its name.
     import vllm.v1.worker.gpu.spec_decode as spec_decode
 
     wrap_function(spec_decode, "init_speculator", _init_speculator)
-    # Worker processes configure nothing: the import would cost them a second.
+    # Worker processes do not create configurations, and the import would cost them a second.
     if "vllm.engine.arg_utils" in sys.modules or multiprocessing.parent_process() is None:
         from vllm.engine.arg_utils import EngineArgs
 
@@ -46,7 +46,7 @@ def _create_engine_config(original: Callable[..., Any], engine_args: Any, *argum
 def _init_speculator(original: Callable[..., Any], vllm_config: Any, device: Any, req_states: Any) -> Any:
     if _is_target_worker(vllm_config):
         speculation = vllm_config.speculative_config
-        if speculation.use_ngram():  # `carrier`: drafts arrive with the steps
+        if speculation.use_ngram():  # configured by `carrier`: drafts arrive with the steps
             from cluster.vllm.bound_steps import NoSpeculator
 
             return NoSpeculator(req_states.max_num_reqs, req_states.num_speculative_steps, device)

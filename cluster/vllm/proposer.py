@@ -6,7 +6,7 @@ from typing import Any
 
 
 class NoProposer:
-    """vLLM's `custom_class`; its scheduler sets the drafts (`cluster.vllm.scheduler`)."""
+    """Proposer for vLLM's method `custom_class`. Our scheduler sets the drafts (`cluster.vllm.scheduler`)."""
 
     def __init__(self, vllm_config: Any) -> None:
         """Ignores `vllm_config`."""

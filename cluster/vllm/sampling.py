@@ -1,8 +1,8 @@
-"""Coupled sampling in vLLM's V1 runner: our sampler and verifier replace its own, on every rank.
+"""Coupled sampling in vLLM's V1 runner: our sampler and verifier replace vLLM's on every rank.
 
-A worker is made with `worker_extension_cls=EXTENSION`; `install_coupled_sampling` is called once it is constructed. The
-request's `Coupling` determines a row's distribution and its noise; vLLM's own parameters are neutral. Logits come raw,
-and forbidden tokens are masked here. Each rank computes the same choices.
+vLLM creates its workers with `worker_extension_cls=EXTENSION`, and then `install_coupled_sampling` is called. The
+request's `Coupling` determines the distribution and the noise of a row; vLLM's own parameters are neutral. The logits
+are raw, so this module also masks forbidden tokens. Each rank computes the same choices.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ class CoupledWorker(LoraWorker):
         if runner.speculative_config is not None:
             runner.rejection_sampler = CoupledVerifier(runner.sampler, requests)
             if runner.speculative_config.method == "custom_class":
-                # Its proposer has no model. With a limit, one sequence near it would cost the whole batch its drafts.
+                # The proposer has no model, so it has no limit. With a limit, one sequence near it would end drafting
+                # for the whole batch.
                 runner.effective_drafter_max_model_len = _NO_LIMIT
 
     def install_bound_steps(self) -> None:
-        """Installs bound steps on the V2 runner, where a logits processor couples the sampling.
+        """Installs bound steps on the V2 runner. Called once, before the first request.
 
-        Called once, before the first request.
+        On this runner a logits processor couples the sampling (`cluster.vllm.coupled_sampling`).
         """
         from cluster.vllm.bound_steps import BoundSteps
 
@@ -70,7 +71,7 @@ class _Requests:
         self.constraints = RequestConstraints(self._vocab_size)
 
     def of_step(self, num_draft_tokens: list[int] | None = None) -> list[SampleRequest]:
-        """Returns a sample request for each request in the batch; without drafts each has one row."""
+        """Returns a sample request for each request in the batch, with a row for each draft and one more."""
         batch = self._runner.input_batch
         requests = []
         for index, request_id in enumerate(batch.req_ids):
@@ -123,7 +124,7 @@ class _Requests:
 
 
 class CoupledSampler(Sampler):
-    """vLLM's sampler with another draw."""
+    """vLLM's sampler with coupled sampling."""
 
     def __init__(self, original: Sampler, requests: _Requests) -> None:
         super().__init__(original.logprobs_mode, original.use_fp64_gumbel)
@@ -144,7 +145,7 @@ class CoupledSampler(Sampler):
 
 
 class CoupledVerifier(RejectionSampler):
-    """Accepts a draft if the target chooses the same token. It never resamples, as choices do not depend on drafts."""
+    """Accepts a draft if the target chooses the same token. Never resamples: choices do not depend on drafts."""
 
     def __init__(self, sampler: CoupledSampler, requests: _Requests) -> None:
         super().__init__(sampler)
@@ -158,7 +159,7 @@ class CoupledVerifier(RejectionSampler):
         logits: torch.Tensor,
         sampling_metadata: SamplingMetadata,
     ) -> SamplerOutput:
-        """Returns tokens in vLLM's format: int32 [num_requests, most drafts + 1], padded with -1.
+        """Returns the committed tokens in vLLM's format: int32 [num_requests, max_drafts + 1], padded with -1.
 
         Ignores `draft_probs`.
         """
@@ -178,10 +179,10 @@ class CoupledVerifier(RejectionSampler):
 
 
 def accepted(choices: torch.Tensor, metadata: SpecDecodeMetadata) -> torch.Tensor:
-    """Returns the committed choices: those of accepted drafts and the one after them (`count_accepted`).
+    """Returns the committed choices of each request: the accepted drafts and the next token (`count_accepted`).
 
-    `choices` [num_drafts + num_requests], a request's rows one after the other. Runs on the device, without a
-    read-back.
+    `choices` [num_drafts + num_requests]: the rows of each request are consecutive. Runs on the device, and copies
+    nothing to the host.
     """
     device, width = choices.device, metadata.max_spec_len + 1
     starts = metadata.cu_num_sampled_tokens - metadata.cu_num_sampled_tokens.diff(

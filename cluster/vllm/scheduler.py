@@ -1,6 +1,6 @@
-"""vLLM's scheduler with rounds between its steps: drafts from outside, set when a step is scheduled.
+"""vLLM's scheduler with rounds: draft workers make the drafts, and the scheduler sets them when it schedules a step.
 
-It runs in the engine core's process, before the work is spread over tensor-parallel ranks, which do not need it.
+The scheduler runs only in the engine core's process, not on the tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class CommittedRound:
     draft_token_ids: Sequence[int]  # drafts that were verified
     token_ids: Sequence[int]  # committed tokens, up to the request's end
     finish_reason: FinishReason | None
-    logprobs: TokenLogprobs | None = None  # of `token_ids`, if requested
-    prompt_logprobs: TokenLogprobs | None = None  # of the prompt, from its second token on
+    logprobs: TokenLogprobs | None = None  # log-probabilities of `token_ids`, if requested
+    prompt_logprobs: TokenLogprobs | None = None  # log-probabilities of the prompt, beginning with its second token
 
     @property
     def num_accepted(self) -> int:
@@ -52,9 +52,9 @@ class EngineStep:
 
     rounds: Sequence[CommittedRound]
     num_rows: int  # rows that yielded a token
-    num_tokens: int  # tokens that it computed, drafts included
+    num_tokens: int  # tokens that the step computed, drafts included
     seconds: float
-    prompts: Sequence[PromptPart]  # prompt parts that the step also computed
+    prompts: Sequence[PromptPart]  # parts of prompts that the step computed
     left_prompts: bool  # whether prompt tokens had to wait because the step had no room
 
     @property
@@ -66,19 +66,19 @@ class Rounds(Protocol):
     """Interface of the rounds. Methods are called from the engine core's thread and must not raise."""
 
     def plan(self, decoding: Sequence[Request], joining: Sequence[Request]) -> Mapping[str, int] | None:
-        """Returns the most drafts that the next step verifies for each of `decoding`, by request ID.
+        """Returns the maximum number of drafts in the next step for each of `decoding`, by request ID.
 
-        Returns None if there are no rounds.
+        Returns None if rounds are off.
         """
 
     def collect(self, decoding: Sequence[Request]) -> Mapping[str, Sequence[int]] | None:
-        """Returns the drafts of the planned step, by request ID, once they have come; None if there are no rounds.
+        """Waits for the drafts of the planned step, and returns them by request ID. Returns None if rounds are off.
 
-        A request without an entry is left out of a step that is not yet scheduled.
+        If the step is not scheduled yet, requests without an entry are left out of it.
         """
 
     def scheduled(self, joining: Sequence[Request]) -> None:
-        """Called before the step runs; `joining`, whose prompts it computes, decode soon."""
+        """Called before the step runs. The step computes prompts of `joining`, which will decode in later steps."""
 
     def end(self, step: EngineStep) -> None: ...
 
@@ -96,7 +96,7 @@ class EngineLoad:
 
 
 class RoundScheduler(Scheduler):
-    """vLLM's scheduler with rounds. A subclass sets `rounds`; with None vLLM drafts by itself, or not at all."""
+    """vLLM's scheduler with rounds. A subclass may set `rounds`; with None, vLLM drafts by itself or not at all."""
 
     rounds: Rounds | None = None
     running: list[Request]
@@ -108,10 +108,10 @@ class RoundScheduler(Scheduler):
         self.on_step: Callable[[EngineStep], None] = lambda _: None
         self.num_preemptions = 0
         self.num_queried_tokens = 0  # tokens of admitted requests
-        self.num_hit_tokens = 0  # those found in the prefix cache
+        self.num_hit_tokens = 0  # tokens of admitted requests that were in the prefix cache
         self.pace = PromptPace(None, self.max_num_scheduled_tokens)
         self._scheduled_at = 0.0
-        self._leaves_prompts = False  # the step being scheduled, as an `EngineStep`
+        self._leaves_prompts = False  # `EngineStep.left_prompts` of the step being scheduled
 
     def load(self) -> EngineLoad:
         """Returns the engine's load. Thread-safe."""
@@ -134,7 +134,7 @@ class RoundScheduler(Scheduler):
             self.max_num_active_reqs -= len(held_back)
             self.lora_config = self._without_slots_of(held_back, running)
         if self.rounds is not None:
-            self.num_spec_tokens = 0  # otherwise a request's first step could be padded with that number of rows
+            self.num_spec_tokens = 0  # otherwise vLLM could pad the first step of a request with placeholder drafts
         try:
             output = super().schedule(throttle_prefills)
         finally:
@@ -159,7 +159,7 @@ class RoundScheduler(Scheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         seconds = time.perf_counter() - self._step_began_at()
-        # Nothing is left of finished requests afterwards.
+        # Look the requests up first, because `update_from_output` removes finished requests.
         requests = {request_id: self.requests.get(request_id) for request_id in scheduler_output.num_scheduled_tokens}
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
         rounds, num_rows, num_drafts_of = [], 0, scheduler_output.scheduled_spec_decode_tokens
@@ -201,7 +201,7 @@ class RoundScheduler(Scheduler):
         return outputs
 
     def admitted(self, output: SchedulerOutput) -> list[NewRequestData]:
-        """Returns the requests that run for the first time; vLLM's V2 runner also lists preempted ones as new."""
+        """Returns the requests that run for the first time. vLLM's V2 runner also lists preempted requests as new."""
         return [new for new in output.scheduled_new_reqs if not self.requests[new.req_id].num_preemptions]
 
     def _step_began_at(self) -> float:
@@ -210,7 +210,7 @@ class RoundScheduler(Scheduler):
 
     def _verified_drafts(self, scheduler_output: SchedulerOutput, output: EngineCoreOutput) -> Sequence[int]:
         """Returns the drafts that a step has verified for the request of `output`."""
-        # If it drafts by itself, vLLM pads a request's first step with -1.
+        # If vLLM drafts by itself, it pads the first step of a request with -1.
         drafts = scheduler_output.scheduled_spec_decode_tokens.get(output.request_id, ())
         return [draft for draft in drafts if draft >= 0]
 
@@ -219,7 +219,7 @@ class RoundScheduler(Scheduler):
         return proposed[:most]
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        """Takes the drafts of the runner's own proposer; ignores them if there are rounds."""
+        """Stores the drafts of the runner's own proposer; ignores them if there are rounds."""
         if self.rounds is None:
             super().update_draft_token_ids(draft_token_ids)
 
@@ -230,7 +230,7 @@ class RoundScheduler(Scheduler):
         return super()._free_request(request, delay_free_blocks)
 
     def _set_drafts(self) -> set[str]:
-        """Sets the drafts of the next step. Returns the requests that it leaves out."""
+        """Sets the drafts of the next step. Returns the IDs of the requests that the step leaves out."""
         if self.rounds is None:
             return set()
         decoding, joining = self._running()
@@ -243,20 +243,20 @@ class RoundScheduler(Scheduler):
             for request in taking_part
         }
         if not self._place(taking_part, chosen, joining):
-            return set()  # vLLM preempts the youngest of the requests it schedules: all are among them
+            return set()  # vLLM may preempt the youngest scheduled request, so the step must include all requests
         return {request.request_id for request in decoding if request.request_id not in drafts}
 
     def _running(self) -> tuple[list[Request], list[Request]]:
-        """Returns the running requests that choose a token in the next step, and those that only compute a prompt."""
+        """Returns the running requests that choose a token in the next step, and those that compute a prompt."""
         decoding = [request for request in self.running if not request.is_prefill_chunk]
         return decoding, [request for request in self.running if request.is_prefill_chunk]
 
     @contextmanager
     def _prompts_in_turn(self, held_back: set[str]) -> Iterator[set[str]]:
-        """Limits vLLM's prompt tokens to those that `pace` allows and `share` divides, within the context.
+        """Limits the prompt tokens of vLLM's step to the budget of `pace`. The limits are restored on exit.
 
-        Yields the requests to leave out of the step. vLLM serves its running requests in order and has one limit for
-        all of them, so those without a share are left out.
+        Yields the IDs of the requests to leave out of the step: `held_back`, and prompts without a share of the budget.
+        vLLM serves its running requests in order and has one limit for all, so it cannot skip these itself.
         """
         budget, threshold = self.max_num_scheduled_tokens, self.scheduler_config.long_prefill_token_threshold
         prompts = [request for request in self.running if request.is_prefill_chunk]
@@ -267,16 +267,16 @@ class RoundScheduler(Scheduler):
         decoding = [r for r in self.running if not r.is_prefill_chunk and r.request_id not in held_back]
         num_rows = sum(1 + len(request.spec_token_ids) for request in decoding)
         lengths = [request.num_tokens - request.num_computed_tokens for request in [*prompts, *waiting]]
-        # vLLM has one limit for all, so each is assumed to cost as much as the one with the longest context.
+        # vLLM has one limit for all prompts, so each is assumed to cost as much as the one with the longest context.
         furthest = max(request.num_computed_tokens for request in [*prompts, *waiting])
         seconds = self.pace.budget(is_alone=len(lengths) == 1 and not num_rows)
         shares = self.pace.share(
             [PromptPart(length, furthest) for length in lengths], max(0, budget - num_rows), seconds
         )
-        # vLLM preempts the youngest of the requests it schedules: if blocks could run short, all are among them.
+        # vLLM may preempt the youngest scheduled request, so if blocks could run short, the step must include all.
         num_blocks = self.kv_cache_manager.block_pool.get_num_free_blocks()
         if num_blocks > len(self.running) + budget // self.block_size:
-            # A request with a part due would also get the share of the waiting ones: vLLM serves it before them.
+            # vLLM serves running requests before waiting ones, so a partly computed prompt would also get their shares.
             least = [length if any(shares[len(prompts) :]) else 1 for length in lengths]
             held_back = held_back | {
                 request.request_id
@@ -295,8 +295,7 @@ class RoundScheduler(Scheduler):
     def _left_prompts(self, num_scheduled_tokens: int) -> bool:
         """Returns True if a scheduled step of `num_scheduled_tokens` tokens had no room for all prompt tokens.
 
-        Ignores requests that wait for a slot or for blocks, because the number of their tokens in the prefix cache is
-        not known.
+        Ignores requests that wait for a slot or for blocks, because some of their tokens may be in the prefix cache.
         """
         if any(request.is_prefill_chunk for request in self.running):
             return True
@@ -304,9 +303,10 @@ class RoundScheduler(Scheduler):
         return bool(self.waiting) and len(self.running) < self.max_num_running_reqs and is_full
 
     def _without_slots_of(self, held_back: set[str], running: Sequence[Request]) -> LoRAConfig | None:
-        """Returns vLLM's limit on adapters in a step, reduced by those that only `held_back` requests have.
+        """Returns vLLM's LoRA settings, with `max_loras` reduced by the adapters that only `held_back` requests use.
 
-        vLLM would otherwise admit other adapters in their place, and could not schedule all requests in the next step.
+        Otherwise vLLM would admit other adapters instead, and could not schedule all requests in the next step. Returns
+        None if adapters are off.
         """
         if self.vllm_config.lora_config is None:
             return None
@@ -319,7 +319,7 @@ class RoundScheduler(Scheduler):
     def _place(
         self, decoding: Sequence[Request], drafts: Mapping[str, Sequence[int]], joining: Sequence[Request]
     ) -> bool:
-        """Sets the drafts that the budget has room for. Sets none and returns False if blocks are missing.
+        """Sets the drafts that the token budget has room for. Returns False and sets none if there are too few blocks.
 
         While prompts wait, drafts get at most half of the remaining budget, so that prefill is not starved.
         """
@@ -341,9 +341,9 @@ class RoundScheduler(Scheduler):
         return bool(num_free_blocks >= 0)
 
     def _useful_drafts(self, request: Request) -> int:
-        """Returns the most drafts that could be committed.
+        """Returns the maximum number of drafts of `request` that the next step could commit.
 
-        The bonus token takes the last place, and a step that runs commits one token.
+        One place is for the bonus token. If a step of the request is running, it commits a token first.
         """
         max_len: int = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
         num_tokens = request.num_tokens + (request.num_output_placeholders > 0)
@@ -355,9 +355,9 @@ def _adapter(request: Request) -> int | None:
 
 
 def _logprobs(found: Any, width: int | None) -> TokenLogprobs | None:
-    """Converts vLLM's log-probabilities, [num_tokens, 1 + width] each, the token itself before the likeliest.
+    """Converts vLLM's log-probabilities. Returns None if there are none.
 
-    The tokens keep their order.
+    vLLM's arrays are [num_tokens, 1 + width]: the token itself, then the likeliest tokens, whose order is kept.
     """
     if found is None or width is None:
         return None
@@ -372,7 +372,7 @@ def _logprobs(found: Any, width: int | None) -> TokenLogprobs | None:
 
 
 def _with_held_back(before: Sequence[Request], held_back: set[str], scheduled: Sequence[Request]) -> list[Request]:
-    """Returns the running requests in their order, including those held back; new ones come last."""
+    """Returns the requests of `before` that still run or were held back, in order, and then the new requests."""
     still_running = {id(request) for request in scheduled}
     known = {id(request) for request in before}
     kept = [r for r in before if r.request_id in held_back or id(r) in still_running]

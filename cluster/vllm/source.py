@@ -1,4 +1,4 @@
-"""Reads vLLM's names, signatures and bodies from its source, without importing it: another version need not run."""
+"""Reads names, signatures and bodies from vLLM's source without importing it, so that it need not run here."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _INDEX = "https://pypi.org/simple/vllm/"
-_RELEASE = re.compile(r"vllm-([0-9.]+)\.tar\.gz")  # there is none before a release
-_LAZY_NAMES = "MODULE_ATTRS"  # in vLLM's own `__init__`: names, with the modules that they are imported from when used
+_RELEASE = re.compile(r"vllm-([0-9.]+)\.tar\.gz")  # does not match pre-releases
+_LAZY_NAMES = "MODULE_ATTRS"  # dict in vLLM's `__init__`: lazily imported names, with their modules
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Definition:
 
     @property
     def body_hash(self) -> str | None:
-        """Hash of a function's body, without its docstring and layout. None if it is not a function."""
+        """Hash of a function's body, without docstring and layout; None if the definition is not a function."""
         if not isinstance(self.node, ast.FunctionDef | ast.AsyncFunctionDef):
             return None
         body = self.node.body[1:] if ast.get_docstring(self.node) is not None else self.node.body
@@ -35,7 +35,10 @@ class Definition:
 
 
 def fetch_newest(folder: Path) -> Path:
-    """Unpacks the newest release's source into `folder`. Returns its path. Raises OSError if PyPI does not answer."""
+    """Unpacks the source of the newest release into `folder`. Returns the path of the source.
+
+    Raises OSError if PyPI does not answer, or if the archive does not match its hash.
+    """
     request = urllib.request.Request(_INDEX, headers={"Accept": "application/vnd.pypi.simple.v1+json"})
     with urllib.request.urlopen(request, timeout=60) as reply:
         files = json.load(reply)["files"]
@@ -59,7 +62,10 @@ class SourceTree:
         self._module = functools.cache(self._parse)
 
     def find(self, module: str, attribute: str) -> Definition | None:
-        """Returns the definition of `attribute`, a path as in `InputProcessor.process_inputs`, as seen in `module`."""
+        """Returns the definition of `attribute` in `module`, also if the module imports it; None if there is none.
+
+        `attribute` is a path, as in `InputProcessor.process_inputs`.
+        """
         first, *rest = attribute.split(".")
         found = self._in_module(module, first, frozenset())
         for name in rest:
@@ -148,7 +154,7 @@ class SourceTree:
 
 
 def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yields the statements of `body` and of its branches."""
+    """Yields the statements of `body`, including those in branches of `if` and `try`."""
     for statement in body:
         yield statement
         if isinstance(statement, ast.If):

@@ -1,8 +1,8 @@
 """Rounds of one vLLM engine's requests, without vLLM: the interface that its speculator calls.
 
-add, add, ...; opened()     Before a step: drafters compute their prompts during the target's prefill.
-... = after_step(stepped)   Takes the sampled tokens and returns the drafts for the next step.
-remove                      The request finished, or was aborted or preempted.
+add, add, ...; opened()     Before a step: opens the requests, so drafters compute prompts during the target's prefill.
+... = after_step(stepped)   After a step: takes the sampled tokens, and returns the drafts for the next step.
+remove                      Whenever a request finishes, or is aborted or preempted.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ class Stepped(NamedTuple):
     """One request's part of a step."""
 
     request_id: str
-    token_ids: Sequence[int]  # sampled tokens; none while the prompt is computed
-    num_verified: int  # draft tokens of the step
+    token_ids: Sequence[int]  # sampled tokens; empty while the prompt is computed
+    num_verified: int  # draft tokens that the step verified
 
 
 @dataclass(slots=True)
 class _Running:
     sequence: SpeculativeSequence
-    token_ids: list[int]  # the sequence's own depth
-    drafts: Drafts = field(default_factory=Drafts)  # the drafts of its last step
+    token_ids: list[int]  # the token list of `sequence`, which grows here
+    drafts: Drafts = field(default_factory=Drafts)  # the drafts that the next step verifies
     is_decoding: bool = False
 
 
@@ -45,7 +45,10 @@ class RemoteDrafting:
     def add(
         self, request_id: str, token_ids: Sequence[int], num_prompt_tokens: int, max_len: int, coupling: Coupling
     ) -> None:
-        """Adds a request that runs from the next step on; a preempted one returns with its generated tokens."""
+        """Adds a request that runs from the next step on.
+
+        If the request was preempted before, `token_ids` includes its generated tokens.
+        """
         own = list(token_ids)
         sequence = SpeculativeSequence(
             own, num_prompt_tokens, coupling.params, coupling.noise_key, coupling.num_speculative_tokens, max_len
@@ -53,7 +56,7 @@ class RemoteDrafting:
         self._running[request_id] = _Running(sequence, own)
 
     def opened(self) -> None:
-        """Opens the added requests at draft workers. It also handles workers that went up or down meanwhile."""
+        """Opens the added requests on draft workers. Also handles workers that went up or down in the meantime."""
         self._coordinator.begin((), self._joining())
 
     def remove(self, request_id: str) -> None:
@@ -61,11 +64,11 @@ class RemoteDrafting:
         if running is None:
             return
         self._coordinator.close(running.sequence)
-        if not self._running:  # there may be no step for a long time; otherwise the next one reports it
+        if not self._running:  # the next step would notify the drafter, but may be far away
             self._coordinator.end(())
 
     def after_step(self, stepped: Sequence[Stepped]) -> dict[str, Sequence[int]]:
-        """Returns the drafts for the next step, by request. Waits for them, at most the draft timeout."""
+        """Returns the drafts for the next step, by request ID. Waits at most the draft timeout for them."""
         rounds: list[Round] = []
         decoding: dict[str, _Running] = {}
         for request_id, token_ids, num_verified in stepped:
@@ -76,7 +79,7 @@ class RemoteDrafting:
             decoding[request_id] = running
             running.token_ids.extend(token_ids)
             drafts = running.drafts.first(num_verified)
-            # Some of the tokens that only fill a step up may be accepted. They don't count as drafts.
+            # Tokens that only pad a step may be accepted too. They do not count as drafts.
             rounds.append(Round(running.sequence, drafts, token_ids[: len(drafts) + 1]))
             self._count(rounds[-1])
         joining = self._joining()

@@ -1,4 +1,4 @@
-"""Extension of vLLM's front end: turns a client's request into a greedy one that carries its sampling parameters.
+"""Extension of vLLM's front end: makes every request greedy for vLLM, and moves its sampling parameters to a coupling.
 
 temperature, top_k, top_p, min_p, seed    Go to the coupling in `extra_args`; vLLM gets neutral values.
 logit_bias                                Goes to vLLM, which applies it. A check that refuses it with speculation is
@@ -35,7 +35,10 @@ _INT64 = range(-(2**63), 2**63)
 
 
 def prepare(engine_args: Any) -> None:
-    """Adapts `engine_args` before vLLM makes its configuration of them. Raises ConfigurationError."""
+    """Adapts `engine_args` before vLLM creates its configuration from them.
+
+    Raises ConfigurationError if vLLM's version or its `speculative_config` does not fit the plugin.
+    """
     compatibility.check(compatibility.V2_FRONT_END)
     settings = PluginSettings.of(engine_args.additional_config)
     speculation = carrier(settings.num_speculative_tokens)
@@ -74,7 +77,7 @@ def check(config: Any) -> None:
 def _process_inputs(
     original: Callable[..., Any], processor: Any, request_id: str, prompt: Any, params: Any, *rest: Any, **options: Any
 ) -> Any:
-    """Couples every request of an engine with the plugin; leaves the process's other engines unchanged."""
+    """Couples the requests of engines that have the plugin enabled. Passes other requests on unchanged."""
     additional_config = processor.vllm_config.additional_config
     if not isinstance(params, VllmSamplingParams) or not is_asked_for(additional_config):
         return original(processor, request_id, prompt, params, *rest, **options)
@@ -89,7 +92,7 @@ def _process_inputs(
     coupling = Coupling(shape, NoiseKey.derive(seed, 0), len(request.prompt_token_ids or ()), k)
     make_greedy(request.sampling_params, coupling)
     request.sampling_params.logit_bias = params.logit_bias
-    request.sampling_params.seed = seed if params.n > 1 else None  # the choices derive their keys from it
+    request.sampling_params.seed = seed if params.n > 1 else None  # `_get_child_info` derives the choices' keys from it
     return request
 
 
@@ -105,7 +108,10 @@ def _get_child_info(original: Callable[..., Any], parent: Any, index: int) -> An
 
 
 def couple(params: Any, seed: int, max_speculative_tokens: int) -> tuple[SamplingParams, int | None]:
-    """Returns the sampling parameters in vLLM's `params`, and the requested k. Raises VLLMValidationError."""
+    """Returns the sampling parameters in vLLM's `params`, and the requested number of drafts (None: not set).
+
+    Raises VLLMValidationError if the seed or the number of drafts is out of range.
+    """
     if seed not in _INT64:
         raise VLLMValidationError(f"seed {seed} is not a signed 64-bit number", parameter="seed", value=seed)
     k = (params.extra_args or {}).get(_K)
@@ -126,9 +132,9 @@ def couple(params: Any, seed: int, max_speculative_tokens: int) -> tuple[Samplin
 
 
 def make_greedy(params: Any, coupling: Coupling) -> None:
-    """Makes `params` greedy for vLLM's engine, with `coupling` in its extra arguments.
+    """Makes `params` greedy for vLLM's engine, with `coupling` in `extra_args`.
 
-    Objects that are shared with other parameters are not changed.
+    Replaces the dict `extra_args`, because other parameters may share it.
     """
     params.temperature, params.top_k, params.top_p, params.min_p = 0.0, 0, 1.0, 0.0
     params.extra_args = (params.extra_args or {}) | coupling.to_extra_args()

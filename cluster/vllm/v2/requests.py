@@ -1,6 +1,6 @@
-"""The requests in the slots of vLLM's V2 runner, and their drafts, on the one rank that has the links.
+"""The requests in the slots of vLLM's V2 runner, and their drafts. Runs only on the rank that has the links.
 
-No failure here may stop the engine: it goes on without drafts, and log and metrics report the failure.
+A failure in this module must not stop the engine, which continues without drafts. Log and metrics report the failure.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _P = ParamSpec("_P")
 def _guarded(
     method: Callable[Concatenate[EngineRequests, _P], Any],
 ) -> Callable[Concatenate[EngineRequests, _P], Any]:
-    """Wraps a method: the first error turns speculation off for good."""
+    """Wraps a method: the first error turns speculation off until a restart. The wrapper then returns None."""
 
     @functools.wraps(method)
     def guarded(self: EngineRequests, /, *arguments: _P.args, **options: _P.kwargs) -> Any:
@@ -83,7 +83,7 @@ class EngineRequests:
         self._links.stop()
 
     def _watch(self, req_states: Any) -> None:
-        """Wraps the methods of `req_states`, to follow requests that come and go on the host."""
+        """Wraps the methods of `req_states` that add and remove requests, so that this object follows them."""
         add, write, remove = req_states.add_request, req_states.apply_staged_writes, req_states.remove_request
 
         @functools.wraps(add)
@@ -116,7 +116,7 @@ class EngineRequests:
         added, self._added = self._added, {}
         for request_id, (token_ids, num_prompt_tokens, max_len) in added.items():
             coupling = self._couplings.get(self._req_states.req_id_to_index[request_id])
-            if coupling is not None:  # None: vLLM's own request, for warm-up
+            if coupling is not None:  # None: a warm-up request of vLLM
                 max_len = min(max_len, self._max_model_len)
                 self._drafting.add(request_id, token_ids, num_prompt_tokens, max_len, coupling)
         self._drafting.opened()
@@ -127,7 +127,7 @@ class EngineRequests:
 
     @_guarded
     def after_step(self, input_batch: Any, num_sampled: torch.Tensor, k: int) -> list[list[int]] | None:
-        """Returns k tokens for every request of the batch; None if speculation has failed."""
+        """Returns k draft tokens for every request of the batch; None if speculation has failed."""
         sampled = self._sampled(input_batch.idx_mapping, num_sampled, k)
         verified = input_batch.num_draft_tokens_per_req
         num_verified = [0] * len(sampled) if verified is None else verified.tolist()
@@ -138,7 +138,7 @@ class EngineRequests:
     def _sampled(self, slots: torch.Tensor, num_sampled: torch.Tensor, k: int) -> list[list[int]]:
         """Returns the tokens that each request got in this step.
 
-        This takes one copy from the device, which waits for the step to end.
+        Copies once from the device, and so waits for the end of the step.
         """
         states = self._req_states
         start = states.total_len.gpu[slots] - num_sampled
@@ -157,9 +157,10 @@ class EngineRequests:
 
 
 def _filled(drafts: Sequence[int], sampled: Sequence[int], k: int) -> list[int]:
-    """Returns the first k of `drafts`, padded with the last of them or, if empty, with the last sampled token.
+    """Returns the first k of `drafts`, padded to k tokens.
 
-    Any ID of the model would do.
+    The padding is the last draft or, without drafts, the last sampled token.
+    Any token ID of the model could pad.
     """
     last = [*sampled[-1:], *drafts][-1:] or [0]
     return [*drafts[:k], *last * (k - len(drafts))]

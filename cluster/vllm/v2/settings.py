@@ -19,10 +19,10 @@ SECTION = "outrider"
 
 
 class PluginSettings(BaseModel):
-    """Settings of the plugin. Unknown keys are refused.
+    """Settings of the plugin. An unknown key is an error.
 
-    vLLM verifies the same number of drafts in every step, so k is fixed: `controller` is fixed, and
-    `max_speculative_tokens` is `num_speculative_tokens`. Drafts are chains.
+    vLLM verifies the same number of drafts in every step. So `controller` must be "fixed", and
+    `max_speculative_tokens` must equal `num_speculative_tokens`. Drafts are chains.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -68,7 +68,7 @@ class PluginSettings(BaseModel):
 
     @classmethod
     def of(cls, additional_config: Mapping[str, Any]) -> PluginSettings:
-        """Reads the settings. Raises ConfigurationError naming the key."""
+        """Reads the settings. Raises ConfigurationError, with the name of the key, if a setting is invalid."""
         try:
             return cls.model_validate(additional_config[SECTION])
         except ValidationError as error:
@@ -80,6 +80,6 @@ class PluginSettings(BaseModel):
 
 
 def _speculation(given: Mapping[str, Any]) -> SpeculationConfig:
-    """Returns the speculation settings, with defaults that work inside vLLM instead of a cluster's."""
+    """Returns the speculation settings `given`, with the defaults of the plugin instead of those of a cluster."""
     k = given.get("num_speculative_tokens", SpeculationConfig().num_speculative_tokens)
     return SpeculationConfig.model_validate({"controller": "fixed", "max_speculative_tokens": k, **given})

@@ -1,8 +1,8 @@
 """Speculator of vLLM's V2 runner whose drafts come from our draft workers.
 
-vLLM is configured with the method `ngram_gpu`, whose speculator this one replaces. Every step verifies k drafts of each
-sequence, as with all of vLLM's speculators. A row with fewer drafts is padded with the last token, which is as wrong as
-any. Only the first rank of a tensor-parallel group has links; the others get its drafts by a broadcast.
+vLLM is configured with the method `ngram_gpu`, and this speculator replaces the one of that method. Every step verifies
+k drafts of each sequence, as with all of vLLM's speculators. Rows with fewer drafts are padded with their last token.
+Only the first rank of a tensor-parallel group has links; it broadcasts the drafts to the other ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def make_speculator(vllm_config: Any, device: torch.device, req_states: Any) -> 
 
 
 def _log_as_vllm_does() -> None:
-    """Adds our loggers to vLLM's log handler, which only covers its own modules."""
+    """Makes our loggers use vLLM's log handlers, which otherwise only cover vLLM's modules."""
     ours = logging.getLogger("cluster")
     if not ours.handlers:
         ours.handlers = logging.getLogger("vllm").handlers
