@@ -15,13 +15,14 @@ if TYPE_CHECKING:
 
 
 class AttentionPlan(Protocol):
-    """Attention of a step's rows. Made once for the step and used in every layer."""
+    """Attention of a step's rows. A plan is made once per step and used in every layer."""
 
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, span: int) -> torch.Tensor:
-        """Returns the causal attention of every segment over its context; a row sees the last `span` positions.
+        """Returns the causal attention of every segment over its context, in the shape of `query`.
 
-        These end with the row's own. `query` [num_tokens, num_heads, head_dim]; `keys` and `values` are a layer's cache
-        [num_slots, num_kv_heads, head_dim], which already contains those of this step. Returns the shape of `query`.
+        A row sees the last `span` positions up to and including its own. `query` [num_tokens, num_heads, head_dim].
+        `keys` and `values` are a layer's cache [num_slots, num_kv_heads, head_dim], which already contains the keys and
+        values of this step.
         """
 
 
@@ -63,13 +64,13 @@ class GatheredAttention:
         views = []
         for index, context_len in enumerate(batch.context_lens.tolist()):
             rows, prefix_len = slice(starts[index], starts[index + 1]), prefix_lens[index]
-            first_seen = max(0, prefix_len + 1 - span)  # first token that any row sees
+            first_seen = max(0, prefix_len + 1 - span)  # first token that a row of the segment sees
             slots = (batch.block_tables[index][:, None] * block_size + offsets).flatten()[first_seen:context_len]
             mask: torch.Tensor | CausalBias | None = None
             is_chain = batch.paths is None or bool(batch.paths[rows][0, 0] < 0)
             if device.type == "cuda" and is_chain and span >= context_len:
                 # With an explicit mask cuDNN plans again for every context length, which takes 45 ms on an H100.
-                from torch.nn.attention.bias import causal_lower_right  # half of a CPU worker's imports
+                from torch.nn.attention.bias import causal_lower_right  # slow: half of the import time of a CPU worker
 
                 mask = causal_lower_right(rows.stop - rows.start, context_len)
             elif context_len > prefix_len + 1:
@@ -84,8 +85,8 @@ def _mask(
 ) -> torch.Tensor:
     """Returns the mask of a segment's rows over its context, bool [num_rows, context_len].
 
-    A row sees the last `span` positions up to itself. In a tree it sees those of the prefix and of the path to it. The
-    nodes of the tree are at positions `prefix_len` and after.
+    A row sees the last `span` positions up to itself. In a tree, these are positions of the prefix and of the path to
+    the row's node. Node n of the tree is in column `prefix_len + n`.
     """
     if paths is None or paths[0, 0] < 0:
         mask = torch.ones(num_rows, context_len, dtype=torch.bool, device=device).tril_(prefix_len)

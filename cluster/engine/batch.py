@@ -19,10 +19,11 @@ class Segment:
     `token_ids` are the inputs at positions `num_computed_tokens` and after; the KV of all earlier positions is in
     the cache. The last `num_logits` rows yield logits.
 
-    With `parents` the tokens after the computed ones form a tree. Each node has the index of its parent, which comes
-    before it, or -1; siblings have one position, and a node attends to its ancestors only. No two nodes share a slot:
-    slots are in the order of the nodes, until `ModelRunner.keep` closes the gaps. The step computes all nodes or, if
-    the tree grows, only `nodes`, whose tokens are `token_ids`; their ancestors come before them or are in the cache.
+    With `parents`, the tokens after the computed ones form a tree. `parents` has the index of each node's parent, or -1
+    for a root; parents come before their children. Siblings have the same position, and among the nodes a node attends
+    only to itself and its ancestors. Every node has its own slot, in the order of the nodes, until `ModelRunner.keep`
+    closes the gaps. The step computes all nodes, or only `nodes` if the tree grows. The tokens of `nodes` are
+    `token_ids`; their ancestors come before them or are in the cache.
     """
 
     token_ids: Sequence[int]
@@ -34,11 +35,11 @@ class Segment:
 
     @property
     def context_len(self) -> int:
-        """Slots in use after the step."""
+        """Number of slots of the sequence that are in use after the step."""
         return self.num_computed_tokens + len(self.token_ids if self.parents is None else self.parents)
 
     def places(self) -> Sequence[int]:
-        """Returns the slot of each token, counted in the sequence."""
+        """Returns the place of each token in the sequence's slots."""
         if self.nodes is not None:
             return [self.num_computed_tokens + node for node in self.nodes]
         return range(self.num_computed_tokens, self.num_computed_tokens + len(self.token_ids))
@@ -56,18 +57,18 @@ class Batch:
 
     token_ids: torch.Tensor  # [num_tokens]
     positions: torch.Tensor  # [num_tokens]
-    slots: torch.Tensor  # [num_tokens]: where each row's KV goes
+    slots: torch.Tensor  # [num_tokens]: slot for the KV of each row
     logit_rows: torch.Tensor  # [num_logit_rows]
     row_starts: torch.Tensor  # [num_segments + 1]: a segment's rows lie between its start and the next
     context_lens: torch.Tensor  # [num_segments]
     prefix_lens: torch.Tensor  # [num_segments]: number of tokens before the segment; in a tree, before its first node
     block_tables: torch.Tensor  # [num_segments, longest table], zero beyond a segment's table
     paths: torch.Tensor | None  # [num_tokens, longest path]: nodes, then -1; all -1 in chains; None: no trees
-    max_rows: int  # of the largest segment
+    max_rows: int  # rows of the largest segment
 
 
 def pack(segments: Sequence[Segment], block_size: int, device: torch.device) -> Batch:
-    """Packs `segments` in their order; rows of logits come out in the same order."""
+    """Returns a batch of `segments`, in their order. Its rows of logits are in the same order."""
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -112,7 +113,7 @@ def pack(segments: Sequence[Segment], block_size: int, device: torch.device) -> 
 
 
 def slots_of(places: Iterable[int], block_table: Sequence[int], block_size: int) -> list[int]:
-    """Returns the slots of a sequence's `places`, which count from its first token."""
+    """Returns the slots of a sequence's `places`. Place 0 is that of its first token."""
     return [block_table[place // block_size] * block_size + place % block_size for place in places]
 
 

@@ -6,13 +6,13 @@ A block is in one of three states:
     cached  It is in no table, but its contents can be used again.
     free    It is in no table, and its contents are of no use.
 
-A full block of committed tokens is identified by a hash of these and of all tokens before them: SHA-256 over the hash
-of the previous block and the block's token IDs. The first block's previous hash is a root, which separates requests
-that must not share KV. Speculative tokens are never hashed. A shared block is never written, because a sequence only
-writes slots whose KV is not computed yet.
+A full block of committed tokens is identified by a hash of its tokens and of all tokens before them: SHA-256 over the
+hash of the previous block and the block's token IDs. For the first block, the previous hash is a root, which separates
+requests that must not share KV. Speculative tokens are never hashed. A shared block is never written, because a
+sequence only writes slots whose KV is not computed yet.
 
-If no block is free, the cached block that was given back first is taken. A table is given back from its end, so that
-the beginnings of sequences, which are likelier to be shared, stay longest.
+If no block is free, the manager takes the cached block that was given back first. It takes tables back from their end,
+so that the beginnings of sequences, which are likelier to be shared, stay longest.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cluster.telemetry.metrics import Reading
 
 
 class BlockManager:
-    """Hands out fixed-size blocks of the KV cache. Target and draft engines both use it.
+    """Allocates fixed-size blocks of the KV cache, for target and draft engines.
 
     Share of the tokens that did not have to be computed:
         rate(vllm:prefix_cache_hits_total[1m]) / rate(vllm:prefix_cache_queries_total[1m])
@@ -35,15 +35,15 @@ class BlockManager:
     def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.num_queried_tokens = 0  # tokens of the sequences that `allocate_for` placed
-        self.num_hit_tokens = 0  # those whose KV was cached
+        self.num_queried_tokens = 0  # tokens of the sequences that got blocks from `allocate_for`
+        self.num_hit_tokens = 0  # tokens of these sequences whose KV was cached
         self.caches_prefixes = enable_prefix_caching
         # Taken from the end, so that low block numbers are used first and a single sequence gets adjacent blocks.
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # the first one returned comes first
         self._num_owners = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
-        # Two sequences may have computed the same tokens concurrently. Only one of their blocks can be looked up.
+        # If two sequences computed the same tokens concurrently, this contains only one of their blocks.
         self._block_of: dict[bytes, int] = {}
 
     @property
@@ -52,7 +52,7 @@ class BlockManager:
 
     @property
     def num_available_blocks(self) -> int:
-        """Blocks that can be allocated."""
+        """Number of blocks that can be allocated: free and cached ones."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -79,9 +79,9 @@ class BlockManager:
     ) -> tuple[list[int], int] | None:
         """Returns a block table for `num_tokens` tokens that begin with `token_ids`, and the number of computed tokens.
 
-        If `uses_cache`, it begins with the longest prefix that was cached under `root`. This prefix never includes the
-        last of `token_ids`, whose logits are needed. Returns None and changes nothing unless `reserve` blocks stay
-        available.
+        If `uses_cache`, the table begins with the blocks of the longest prefix that is cached under `root`. The prefix
+        never includes the last of `token_ids`, because its logits are needed. Returns None and changes nothing if fewer
+        than `reserve` blocks would stay available.
         """
         if self.num_available_blocks <= reserve:  # the last token takes a block, so the prefix does not matter
             return None
@@ -102,7 +102,7 @@ class BlockManager:
     def grow(self, block_table: list[int], num_tokens: int) -> bool:
         """Extends `block_table` to hold `num_tokens` tokens.
 
-        Returns False and changes nothing if blocks are missing.
+        Returns False and changes nothing if too few blocks are available.
         """
         num_missing = self.num_blocks_for(num_tokens) - len(block_table)
         if num_missing <= 0:  # the usual case
@@ -113,7 +113,7 @@ class BlockManager:
         return True
 
     def shrink(self, block_table: list[int], num_tokens: int) -> None:
-        """Takes back the blocks of `block_table` after those that hold `num_tokens` tokens."""
+        """Takes back all blocks of `block_table` that are not needed for `num_tokens` tokens."""
         num_kept = self.num_blocks_for(num_tokens)
         beyond = block_table[num_kept:]
         del block_table[num_kept:]
@@ -131,7 +131,7 @@ class BlockManager:
     def cache(
         self, block_table: Sequence[int], token_ids: Sequence[int], num_tokens: int, root: bytes | None = None
     ) -> None:
-        """Lets sequences with the same `root` share the full blocks of the first `num_tokens` tokens.
+        """Adds the full blocks of the first `num_tokens` tokens to the prefix cache, under `root`.
 
         These tokens must be committed and their KV computed.
         """

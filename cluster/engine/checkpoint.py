@@ -26,9 +26,9 @@ class TensorReader:
         self._has_warned = False
 
     def read(self, parts: Sequence[tuple[str, int]], *inner: int) -> torch.Tensor:
-        """Returns the tensors `parts` (name, rows), [rows, *inner] each, stacked by rows.
+        """Returns the tensors named in `parts` (name, rows), [rows, *inner] each, stacked by rows.
 
-        They are copied out of the map once and converted on the way, so the result does not keep the files open.
+        The tensors are copied once and converted, so the result does not keep the files open.
         """
         sizes = [rows for _, rows in parts]
         stacked = torch.empty(sum(sizes), *inner, dtype=self._dtype, device=self._device)
@@ -59,7 +59,7 @@ class TensorReader:
 
 
 def weight_map(folder: Path) -> dict[str, str]:
-    """Returns the file that holds each tensor, by the tensor's name."""
+    """Returns the file name of each tensor by the tensor's name. Raises ConfigurationError."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:

@@ -21,9 +21,9 @@ _MAX_STEP_SECONDS = 0.1
 
 
 class TokenConstraint:
-    """The constraints of one sequence, and the position of its text in its grammar.
+    """The constraints of one sequence, and the state of its grammar after the committed tokens.
 
-    A row of bits has 32 tokens to an int32, the lowest bit first; a set bit allows its token.
+    A mask is a row of bits, 32 tokens to an int32, the lowest bit first. A set bit allows its token.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class TokenConstraint:
         vocab_size: int,
         end_token_ids: Iterable[int],
     ) -> None:
-        self.error: InvalidRequestError | None = None  # why the sequence cannot continue
+        self.error: InvalidRequestError | None = None  # the reason why the sequence cannot continue
         self._min_tokens = constraints.min_tokens
         self._bad_words = constraints.bad_words
         self._matcher = matcher
@@ -42,7 +42,7 @@ class TokenConstraint:
         self._num_words = -(-vocab_size // 32)
         self._is_static = bool(constraints.allowed_token_ids)
         self._static = _bits(constraints.allowed_token_ids, vocab_size)
-        self._is_limited = bool(constraints.bad_words or constraints.min_tokens)  # by what was generated
+        self._is_limited = bool(constraints.bad_words or constraints.min_tokens)  # limits depend on generated tokens
 
     @classmethod
     def of(
@@ -53,7 +53,7 @@ class TokenConstraint:
         end_token_ids: Iterable[int],
         generated: Sequence[int],
     ) -> TokenConstraint | None:
-        """Returns the constraint after the tokens `generated` elsewhere; None if nothing is constrained."""
+        """Returns the constraint after the tokens `generated`, which it commits; None for `UNCONSTRAINED`."""
         if constraints == UNCONSTRAINED:
             return None
         matcher = None if grammar is None else grammar.new_matcher()
@@ -74,13 +74,13 @@ class TokenConstraint:
 
     @property
     def is_active(self) -> bool:
-        """True if any token is forbidden now."""
+        """True if some next token may be forbidden."""
         if self._is_static or self._bad_words or self._matcher is not None:
             return True
         return len(self._generated) < self._min_tokens
 
     def cut(self, drafts: Drafts) -> Drafts:
-        """Returns `drafts` without the forbidden ones and those that follow them."""
+        """Returns `drafts` without forbidden tokens and their descendants."""
         if not drafts or not self.is_active:
             return drafts
         allowed: set[int] = set()
@@ -90,7 +90,7 @@ class TokenConstraint:
     def drafts(self, proposed: Drafts, most: int) -> Drafts:
         """Returns the allowed drafts of `proposed`, followed by tokens that the grammar makes likely.
 
-        Returns at most `most` drafts. Adds nothing to a tree.
+        Adds tokens only up to `most` drafts in total, and none to a tree.
         """
         if self._matcher is None or proposed.parents is not None:
             return self.cut(proposed)
@@ -101,10 +101,10 @@ class TokenConstraint:
         return Drafts(token_ids)
 
     def masks(self, drafts: Drafts) -> torch.Tensor | None:
-        """Returns masks for the token after the last committed one and after each of `drafts`.
+        """Returns masks for the token after the last committed token and after each of `drafts`.
 
-        The masks are int32 [1 + len(drafts), ceil(vocab_size / 32)]. All `drafts` have to be allowed. Returns None if
-        nothing is forbidden.
+        The masks are int32 [1 + len(drafts), ceil(vocab_size / 32)]. All `drafts` must be allowed. Returns None if no
+        token is forbidden. Sets `error` if the grammar takes too much time.
         """
         if not self.is_active:
             return None
@@ -119,13 +119,13 @@ class TokenConstraint:
         return masks
 
     def commit(self, token: int) -> bool:
-        """Commits `token`. If it is forbidden, sets `error` and returns False, also for all later tokens."""
+        """Commits `token`. If it is forbidden, sets `error` and returns False for it and for all later tokens."""
         if self.error is None and not self._push(token):
             self.error = InvalidRequestError("the constraints of the request allow no next token")
         return self.error is None
 
     def _walk(self, drafts: Drafts, visit: Callable[[int], object]) -> None:
-        """Calls `visit` with each allowed draft; meanwhile it and its ancestors count as committed."""
+        """Calls `visit` with each allowed draft. During the call the draft and its ancestors count as committed."""
         if drafts.parents is None:
             self._walk_chain(drafts.token_ids, visit)
             return
@@ -178,7 +178,7 @@ class TokenConstraint:
             bits[token >> 5] &= np.uint32(~(1 << (token & 31)) & 0xFFFFFFFF)
 
     def _forbidden(self) -> list[int]:
-        """Returns the tokens that are forbidden now because of the generated ones."""
+        """Returns the tokens that are forbidden because of the tokens generated so far."""
         forbidden = list(self._ends) if len(self._generated) < self._min_tokens else []
         for word in self._bad_words:
             length = len(word) - 1
@@ -188,7 +188,7 @@ class TokenConstraint:
 
 
 def _bits(token_ids: Iterable[int], vocab_size: int) -> npt.NDArray[np.uint32]:
-    """Returns a row of bits in which those of `token_ids` are set."""
+    """Returns a mask in which the bits of `token_ids` are set."""
     allowed = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
     allowed[list(token_ids)] = 1
     return np.packbits(allowed, bitorder="little").view(np.uint32)

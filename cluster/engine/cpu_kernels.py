@@ -21,9 +21,9 @@ VARIABLE = "OUTRIDER_CPU_ISA"
 
 
 class InstructionSet(enum.IntEnum):
-    """Instructions that compute matrix products, numbered as in kernels.h.
+    """Sets of instructions that compute matrix products, numbered as in kernels.h.
 
-    A larger one is faster. Each rounds differently.
+    A set with a larger number is faster. Each set rounds differently.
     """
 
     AVX512 = 0
@@ -34,7 +34,7 @@ class InstructionSet(enum.IntEnum):
 
     @property
     def is_supported(self) -> bool:
-        """True if the kernels were built for it and run on this processor."""
+        """True if the kernels were built for these instructions and this processor has them."""
         return kernels is not None and kernels.is_supported(self)
 
 
@@ -49,8 +49,8 @@ def has_kernels() -> bool:
 def instruction_set(dtype: torch.dtype) -> InstructionSet:
     """Returns the best instruction set for a model in `dtype`, or the one that `OUTRIDER_CPU_ISA` names.
 
-    A model in float32 is computed in float32. Call it only if `has_kernels`. Raises ConfigurationError if the variable
-    names an unknown or unsupported set.
+    For a model in float32, always returns AVX512, which computes in float32. Requires `has_kernels`. Raises
+    ConfigurationError if the variable names an unknown or unsupported set.
     """
     name = os.environ.get(VARIABLE)
     if name and name not in _CHOICES:
@@ -65,6 +65,6 @@ def instruction_set(dtype: torch.dtype) -> InstructionSet:
 
 
 def best_instruction_set() -> InstructionSet:
-    """Returns the best set that the kernels were built for and this processor runs. Call it only if `has_kernels`."""
+    """Returns the fastest set that is supported on this processor. Requires `has_kernels`."""
     real = (choice for choice in InstructionSet if choice is not InstructionSet.AMX_EMULATED)
     return max(choice for choice in real if choice.is_supported)

@@ -11,11 +11,11 @@ from cluster.engine.quantization import QuantizedWeight
 
 
 class KernelLinear:
-    """Product of float32 rows with a weight, which is laid out once in the order in which it is read.
+    """Product of float32 rows with a weight, which is stored in the order in which the kernel reads it.
 
-    `using`: the instructions; by default the best for the weight's dtype. All except AVX512 round the rows to bfloat16,
-    and reject a weight in float32. `weight` is a Weight of kernels.h, as numbers; it is valid as long as this object
-    lives.
+    `using`: set of instructions; by default the best for the weight's dtype. All sets except AVX512 round the rows to
+    bfloat16, and reject a weight in float32. The attribute `weight` contains the fields of a Weight of kernels.h as
+    numbers, which are valid while this object exists.
     """
 
     def __init__(

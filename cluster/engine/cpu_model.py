@@ -1,8 +1,8 @@
 """The decoder on a CPU with AVX-512: a forward pass is one call of the kernels (`kernels/decoder.c`).
 
-They compute the same as `TorchModel`, layer by layer in the same order. Activations stay in float32 for any dtype of
-weights and KV, because rounding in between would only cost time. Only a product with bfloat16 instructions rounds its
-inputs. A row's result does not depend on the other rows of the step.
+The kernels compute the same operations as `TorchModel`, in the same order. Activations stay in float32 for any dtype of
+weights and KV, because rounding them would only cost time. Only products with bfloat16 instructions round their inputs.
+A row's result does not depend on the other rows of the step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cluster.engine.weights import LayerWeights, ModelWeights
 
 
 class CpuModel(Model):
-    """A decoder whose kernels get a Model of kernels.h: a table of the addresses of weights and cache, made once."""
+    """A decoder that passes a Model of kernels.h to the kernels: a table with the addresses of weights and cache."""
 
     weight_format = KernelWeightFormat()
     is_invariant = True
@@ -69,7 +69,7 @@ class CpuModel(Model):
         return logits
 
     def _layer_row(self, index: int, layer: LayerWeights) -> list[int]:
-        """Returns a Layer of kernels.h."""
+        """Returns the fields of a Layer of kernels.h."""
         return [
             layer.input_norm.data_ptr(),
             layer.post_attention_norm.data_ptr(),
@@ -81,7 +81,7 @@ class CpuModel(Model):
         ]
 
     def _model_row(self) -> list[int]:
-        """Returns a Model of kernels.h."""
+        """Returns the fields of a Model of kernels.h."""
         config, weights = self.config, self._weights
         return [
             self._layers.data_ptr(),

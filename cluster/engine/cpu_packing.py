@@ -1,6 +1,6 @@
 """Packs weights in the order in which the CPU kernels read them (`kernels/linear_avx512.c` and `kernels/blocks.h`).
 
-The last panel is filled with zeros. Only this panel is copied for that, not the whole weight.
+The last panel is padded with zeros, without a copy of the whole weight.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from cluster.engine import huge_pages
 from cluster.engine.cpu_kernels import LANES, InstructionSet
 
-_WIDE_PANEL = 64  # outputs whose weights lie together, as in linear_avx512.c
+_WIDE_PANEL = 64  # outputs whose weights are stored together, as in linear_avx512.c
 _BLOCK = 32  # inputs, and outputs, of a block, as in blocks.h
 
 
@@ -29,7 +29,7 @@ class Format(enum.IntEnum):
 def pack_weight(
     weight: torch.Tensor, weight_format: Format, group_size: int, instruction_set: InstructionSet
 ) -> torch.Tensor:
-    """`weight` [out_features, in_features] → [panels, ...]. INT4 comes as int8."""
+    """Packs `weight` [out_features, in_features] into [panels, ...]. INT4 weights are given as int8."""
     out_features, n = weight.shape
     is_int4 = weight_format is Format.INT4
     if instruction_set is InstructionSet.AVX512:
@@ -53,14 +53,14 @@ def pack_weight(
 
 
 def pack_scales(scales: torch.Tensor, instruction_set: InstructionSet) -> torch.Tensor:
-    """`scales` [out_features, groups] → [panels, groups, outputs of a panel]."""
+    """Packs `scales` [out_features, groups] into [panels, groups, outputs of a panel]."""
     panel = _WIDE_PANEL if instruction_set is InstructionSet.AVX512 else _BLOCK
     padded = F.pad(scales, (0, 0, 0, -scales.shape[0] % panel))
     return padded.view(-1, panel, scales.shape[1]).transpose(1, 2).contiguous()
 
 
 def _fill_wide(panels: torch.Tensor, weight: torch.Tensor) -> None:
-    """`panels` [panels, n, 64]."""
+    """Fills `panels` [panels, n, 64]."""
     num_panels, n, _ = panels.shape
     panels.copy_(weight.view(num_panels, _WIDE_PANEL, n).transpose(1, 2))
 
@@ -72,7 +72,7 @@ def _fill_wide_halves(panels: torch.Tensor, weight: torch.Tensor) -> None:
 
 
 def _fill_wide_nibbles(panels: torch.Tensor, weight: torch.Tensor) -> None:
-    """`panels` [panels, n / 2, 64]."""
+    """Fills `panels` [panels, n / 2, 64]."""
     num_panels, num_pairs, _ = panels.shape
     assert weight.shape[1] == 2 * num_pairs
     nibbles = (weight & 0xF).view(torch.uint8).view(num_panels, 4, LANES, num_pairs, 2)
@@ -82,13 +82,13 @@ def _fill_wide_nibbles(panels: torch.Tensor, weight: torch.Tensor) -> None:
 
 
 def _in_blocks(weight: torch.Tensor, panels: torch.Tensor) -> torch.Tensor:
-    """`weight` as [panels, blocks, tile, pair, output, input of the pair]."""
+    """Returns a view of `weight` as [panels, blocks, tile, pair, output, input of the pair]."""
     num_panels, num_blocks, _ = panels.shape
     return weight.view(num_panels, 2, LANES, num_blocks, LANES, 2).permute(0, 3, 1, 4, 2, 5)
 
 
 def _fill_blocks(panels: torch.Tensor, weight: torch.Tensor) -> None:
-    """`panels` [panels, blocks, 1024]."""
+    """Fills `panels` [panels, blocks, 1024]."""
     blocks = _in_blocks(weight, panels)
     panels.view(blocks.shape).copy_(blocks)
 
@@ -99,7 +99,7 @@ def _fill_blocks_of_bytes(panels: torch.Tensor, weight: torch.Tensor) -> None:
 
 
 def _fill_blocks_of_nibbles(panels: torch.Tensor, weight: torch.Tensor) -> None:
-    """`panels` [panels, blocks, 512]."""
+    """Fills `panels` [panels, blocks, 512]."""
     num_panels, num_blocks, _ = panels.shape
     nibbles = _in_blocks((weight & 0xF).view(torch.uint8), panels)
     # [panels, blocks, tile, four pairs, output, input of the pair, pair of the four], two pairs a byte

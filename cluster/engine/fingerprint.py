@@ -1,4 +1,4 @@
-"""Fingerprints of model folders, which compare two models without reading either completely."""
+"""Fingerprints of model folders: they compare two models without reading all weights."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from cluster.errors import ConfigurationError
 
 _END_BYTES = 64 * 2**10
 _SAMPLE_BYTES = 4096
-_NOT_OF_THE_MODEL = ("_", "transformers_version")  # prefixes of keys about who wrote the file, and from what
+_NOT_OF_THE_MODEL = ("_", "transformers_version")  # prefixes of keys about the file's origin
 
 
 def weights_fingerprint(folder: Path) -> str:
     """Returns the hexadecimal SHA-256 over parts of every shard. Raises ConfigurationError.
 
-    The parts are its header, both ends of its data, and the middle of every tensor. A page of each tensor is enough:
-    training changes all of a tensor or none of it. 140 GB in 30 shards are about a thousand reads. The same weights in
-    other shards have another fingerprint.
+    The parts of a shard are its header, both ends of its data, and the middle of every tensor. One page of a tensor is
+    enough, because training changes a whole tensor or leaves it unchanged. 140 GB in 30 shards take about a thousand
+    reads. The same weights in other shards have another fingerprint.
     """
     digest = hashlib.sha256()
     for name in sorted(set(weight_map(folder).values())):
@@ -37,7 +37,7 @@ def weights_fingerprint(folder: Path) -> str:
 def architecture_fingerprint(folder: Path) -> str:
     """Returns the hexadecimal SHA-256 over the model's fields in `config.json`. Raises ConfigurationError.
 
-    It covers the file and not the parsed configuration, whose fields differ between versions of this program.
+    It covers the file, not the parsed configuration, because the parsed fields differ between versions of this program.
     """
     file = folder / "config.json"
     try:

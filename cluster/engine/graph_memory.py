@@ -1,11 +1,11 @@
-"""Formula for the GPU memory of recorded steps, which is needed before there is a KV cache. Imports no torch.
+"""Formula for the GPU memory of recorded steps, to size the KV cache before they are recorded. Imports no torch.
 
     inputs       8 bytes for every number of a row and for every block of its longest context.
     output       The logits of a row in float32, once for all sizes.
     pool         Memory of a step while it computes: activations, logits, the splits of attention, and with invariant
                  numerics the parts of a product. Graphs share it, so only the largest step counts.
 
-The driver keeps more for each recorded kernel. Its size is not known here, so it has to fit into the share of memory
+The driver needs more memory for each recorded kernel. Its size is unknown here, so this memory must fit into the share
 that `memory_utilization` leaves free.
 """
 
@@ -35,7 +35,7 @@ def graph_sizes(max_rows: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class StepModel:
-    """The sizes of a model that determine the memory of its steps."""
+    """Sizes of a model that determine the memory of its steps."""
 
     hidden_size: int
     intermediate_size: int
@@ -78,7 +78,7 @@ def graph_bytes(
 
 
 def _parts_bytes(model: StepModel, num_rows: int, value_bytes: int) -> int:
-    """Returns the bytes of the partial results of the product that has the most."""
+    """Returns the bytes of the partial sums of a product; the maximum over all products of the model."""
     hidden, queries, keys = model.hidden_size, model.num_heads * model.head_dim, 2 * model.num_kv_heads * model.head_dim
     shapes = (
         (queries + keys, hidden),
@@ -92,8 +92,8 @@ def _parts_bytes(model: StepModel, num_rows: int, value_bytes: int) -> int:
 
 def _step_bytes(model: StepModel, num_rows: int, max_context: int, value_bytes: int) -> int:
     queries, keys = model.num_heads * model.head_dim, 2 * model.num_kv_heads * model.head_dim
-    # The residual and its norm, which is computed in float32; heads before and after their rotation; the two halves of
-    # the gate and their product.
+    # The residual and its norm, computed in float32; heads before and after the rotation; the two halves of the gate
+    # and their product.
     in_dtype = 3 * model.hidden_size + 3 * (queries + keys) + queries + 4 * model.intermediate_size
     logits = model.vocab_size * (value_bytes + 4)
     of_a_row = value_bytes * in_dtype + 4 * 2 * model.hidden_size + logits

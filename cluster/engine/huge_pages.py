@@ -1,6 +1,7 @@
 """Memory for data that a step reads sequentially, in pages of 2 MiB if the system has them.
 
-A processor looks up a page of 4 KiB for every 64 lines that it reads, and its prefetching ends where a page does.
+With pages of 4 KiB, a processor looks up a page for every 64 cache lines, and its prefetching stops at the end of each
+page.
 """
 
 from __future__ import annotations

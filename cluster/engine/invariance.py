@@ -1,7 +1,7 @@
 """`numerics: invariant`: a row's logits have the same bits in any batch and with any chunking.
 
-So a decode step, a verify step, a prefill in any chunks and a recomputation agree. The output is a function of prompt,
-parameters and seed to the last bit.
+So decode steps, verify steps, prefill in any chunks and recomputation give the same logits. The output depends only on
+prompt, parameters and seed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from cluster.engine.runner import ModelRunner
 from cluster.errors import ConfigurationError
 
 _NUM_TOKENS = 45
-# All rows at once, one by one as in decoding, and as chunks and verify segments that use different kernels.
+# Lengths of chunks: one by one as in decoding, then as chunks and verify segments that use different kernels.
 _CUTS = ([1] * _NUM_TOKENS, [16, 8, 9, 2, 7, 3], [40, 5])
 
 
@@ -36,7 +36,7 @@ def check_invariance(runner: ModelRunner) -> None:
         raise ConfigurationError(f"kv_cache_bytes is too small to try numerics 'invariant': {2 * num_blocks} blocks")
     try:
         whole = _logits(runner, [Segment(token_ids, 0, table, _NUM_TOKENS)])
-        # With that many additional rows, a prompt uses the kernel for the largest steps.
+        # With the additional rows of `company`, the step uses the kernel for the largest steps.
         company = Segment(token_ids, 0, other_table, num_logits=1)
         found = [_logits(runner, [company, Segment(token_ids, 0, table, _NUM_TOKENS)])[1:]]
         found += (_in_pieces(runner, token_ids, cut, table, other_table) for cut in _CUTS)

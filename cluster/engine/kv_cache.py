@@ -25,7 +25,7 @@ class KVCache:
         device: torch.device,
     ) -> None:
         self.block_size = block_size
-        self.spare_block = num_blocks  # after the sequences' blocks: for rows that only pad a step
+        self.spare_block = num_blocks  # the last block, for rows that only pad a step
         shape = (config.num_layers, (num_blocks + 1) * block_size, config.num_kv_heads, config.head_dim)
         self.keys, self.values = (_zeros(shape, dtype, device) for _ in range(2))
 
@@ -35,7 +35,7 @@ class KVCache:
         self.values[layer].index_copy_(0, slots, values)
 
     def move(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
-        """Copies the slots `sources` of every layer to `destinations`; reads all of them before it writes."""
+        """Copies the slots `sources` of every layer to `destinations`. Reads all sources before it writes."""
         for cache in (self.keys, self.values):
             cache.index_copy_(1, destinations, cache.index_select(1, sources))
 

@@ -1,4 +1,4 @@
-"""Matrix products by PyTorch: plain, with weights laid out once for few rows, and from integers."""
+"""Matrix products by PyTorch: plain, with weights reordered for few rows, and with quantized weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from cluster.engine.quantization import QuantizedWeight
 
-# The number of rows oneDNN lays weights out for.
+# The number of rows for which oneDNN reorders weights.
 _PACKED_FOR_ROWS = 8
 
 
@@ -50,7 +50,7 @@ class PackedLinear:
 
 
 class QuantizedLinear:
-    """Product with integers in memory, which are widened at every call: it saves memory, not time."""
+    """Product with a weight stored in integers, which every call converts to floats: saves memory, not time."""
 
     def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> None:
         self.num_bytes = weight.values.nbytes + weight.scales.nbytes

@@ -1,4 +1,4 @@
-"""Loads a Hugging Face folder: its weights, prepared for the form of the model that will compute with them."""
+"""Loads a Hugging Face folder, and prepares its weights for the form of the model that will use them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model with weights and without a KV cache, whose size depends on the remaining memory."""
+    """A model with weights but without a KV cache: the size of the cache depends on the remaining memory."""
 
     config: ModelConfig
     weights: ModelWeights  # in the format of `form`
@@ -77,8 +77,8 @@ def load_model(
 ) -> LoadedModel:
     """Reads `folder` (config.json, one or several .safetensors). Raises ConfigurationError if it is incomplete.
 
-    `layers`: the layers to read. `form`: by default that of `form_on` for `numerics`. `ends`: weights of the same model
-    for the same device, whose embedding, last norm and head are shared instead of read.
+    `layers`: layers to read; None: all. `form`: by default the result of `form_on` for `numerics`. `ends`: weights of
+    the same model on the same device; the result shares their embedding, last norm and head.
     """
     config = ModelConfig.from_folder(folder)
     chosen = range(config.num_layers) if layers is None else choose_layers(layers, config.num_layers)
@@ -89,9 +89,9 @@ def load_model(
 
 
 def form_on(config: ModelConfig, dtype: torch.dtype, device: torch.device, numerics: Numerics = "fast") -> type[Model]:
-    """Returns the fastest form of a model that its device supports; PyTorch's operators compute every model.
+    """Returns the fastest form that supports the model on `device`; `TorchModel` supports every model.
 
-    For `numerics` "invariant" it is an invariant form if there is one.
+    For `numerics` "invariant", returns an invariant form if there is one.
     """
     if device.type == "cpu" and CpuModel.supports(config, dtype):
         return CpuModel
@@ -117,7 +117,7 @@ def choose_layers(choice: LayerChoice, num_layers: int) -> Sequence[int]:
 
 
 class _WeightReader:
-    """Reads weights by the names that the supported families give them, and prepares each as soon as it is read."""
+    """Reads weights by their names in the supported families, and prepares each weight as soon as it is read."""
 
     def __init__(
         self, config: ModelConfig, tensors: TensorReader, weight_format: WeightFormat, quantization: Quantization | None
@@ -130,7 +130,7 @@ class _WeightReader:
     def read(self, layers: Sequence[int], progress: Progress, ends: ModelWeights | None = None) -> ModelWeights:
         """Returns the model's weights, with the layers that have the indices `layers`.
 
-        If `ends` is given, everything except the layers is shared with it.
+        With `ends`, all weights except those of the layers are shared with `ends`.
         """
         num_parts = 1 + len(layers) + 1
         embedding = self._embedding() if ends is None else ends.embedding
@@ -183,7 +183,7 @@ class _WeightReader:
         )
 
     def _linear(self, *parts: tuple[str, int], in_features: int, has_bias: bool) -> Linear:
-        """Returns one product for several projections of the same input, fused by stacking their rows."""
+        """Returns a single product for several projections of the same input; their weights are stacked by rows."""
         weight = self._tensors.read([(f"{name}.weight", out) for name, out in parts], in_features)
         bias = self._tensors.read([(f"{name}.bias", out) for name, out in parts]) if has_bias else None
         return self._format.make_linear(

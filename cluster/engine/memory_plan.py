@@ -1,9 +1,9 @@
 """Plan of the GPU memory that a pair of models needs, made before anything is loaded. Imports no torch.
 
-    weights          parameters * bytes per parameter.
-    KV of a token    2 * layers * KV heads * head size * bytes per value.
-    speculation      Every sequence may write k tokens past its last one (a draft: its whole window). They are rolled
-                     back when they are rejected, and take blocks like any others.
+    weights          parameters * bytes per parameter. KV of a token    2 * layers * KV heads * head size * bytes per
+    value. speculation      Every sequence may write k tokens past its last one; in the draft, its whole window. These
+    tokens take
+                     blocks like any others until they are rolled back.
     recorded steps   Only in the PyTorch engine: see `graph_memory.py`.
 
 A GB is 10^9 bytes. Quantised weights are counted without their scales, 3 % more for INT4 in groups of 128.
@@ -28,7 +28,7 @@ GB = 1e9
 _BYTES_OF_DTYPE = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5}
 _DEFAULT_DTYPE = "fp16"
 
-# Layers, KV heads and head size of the models that go by these sizes.
+# Layers, KV heads and head size of well-known models of these sizes.
 _KNOWN_SHAPES = {
     "0.5B": (24, 2, 64),  # Qwen 2.5
     "1B": (16, 8, 64),  # Llama 3.2
@@ -39,8 +39,8 @@ _KNOWN_SHAPES = {
     "70B": (80, 8, 128),  # Llama 2 and 3
 }
 
-# The rest of their published configurations: hidden and intermediate size, query heads, vocabulary (the larger one,
-# where two models go by a size).
+# More of their published configurations: hidden size, intermediate size, query heads, and vocabulary (the larger one if
+# two models have this size).
 _KNOWN_STEPS = {
     "0.5B": (896, 4864, 14, 151_936),
     "1B": (2048, 8192, 32, 128_256),
@@ -72,7 +72,7 @@ class PlannedModel:
     num_layers: int
     kv_size: int  # KV heads * head size
     dtype: str
-    steps: StepModel | None = None  # None: unknown, and with it the memory of recorded steps
+    steps: StepModel | None = None  # None: unknown, so the memory of recorded steps is unknown too
     num_end_parameters: int = 0  # parameters of embedding, last norm and head; 0: unknown
 
     @classmethod
@@ -119,20 +119,20 @@ class PlannedModel:
         return cls(name, _num_parameters(config), config.num_layers, config.kv_size, dtype, steps, ends)
 
     def drafting_in_process(self, drafter: str) -> PlannedModel:
-        """Returns the draft that `drafter`, one of `SELF_DRAFTERS`, makes of this target in the target's process.
+        """Returns the draft model that `drafter` derives from this target and runs in the target's process.
 
-        Its parameters are those needed in addition to the target's tensors. layer-skip, which keeps every second
-        layer, needs none; self-int4 needs the layers in INT4.
+        `drafter` is one of `SELF_DRAFTERS`. Only parameters beyond the target's tensors count: none for layer-skip,
+        which keeps every second layer, and the layers in INT4 for self-int4.
         """
         if drafter == "layer-skip":
             return replace(self, name=drafter, num_parameters=0, num_layers=-(-self.num_layers // 2))
         return replace(self, name=drafter, num_parameters=self.num_parameters - self.num_end_parameters, dtype="int4")
 
     def with_wide_head(self) -> PlannedModel:
-        """Returns the model with its head in 16 bits, as the PyTorch engine quantises it.
+        """Returns the model with its head in 16 bits, because the PyTorch engine does not quantise the head.
 
-        In INT8 each weight of the head then counts twice. In a 0.5B model with 152k tokens the head is a quarter of all
-        weights. Unchanged if the shape is not known.
+        In INT8 each weight of the head thus counts twice. In a 0.5B model with 152k tokens the head is a quarter of all
+        weights. Returns the model unchanged if it is not quantised or its sizes are unknown.
         """
         if self.steps is None or self.dtype not in ("int8", "int4"):
             return self
@@ -162,7 +162,7 @@ class PlannedModel:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """A model in a memory, and the number of tokens that each of its sequences may write past its last one."""
+    """A model in a GPU's memory, and the number of speculative tokens that each of its sequences may write."""
 
     role: str
     model: PlannedModel
@@ -171,10 +171,10 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Memory of one GPU, or of several that share their models evenly."""
+    """Memory of one GPU, or of several GPUs that divide each model evenly."""
 
     gigabytes: float
-    utilization: float  # share of the memory without weights that the KV cache gets
+    utilization: float  # share of the memory left by weights and recorded steps that the KV cache gets
     block_size: int
     recorded_rows: int = 0  # rows of the largest recorded step; 0: no step is recorded
     recorded_context: int = 0  # tokens of the longest context in a recorded step
@@ -217,7 +217,7 @@ class Budget:
         return self.speculative_blocks(tenant, num_seqs) * self._block_bytes(tenant)
 
     def largest_batch(self, context: int) -> int:
-        """Returns the most sequences of `context` tokens whose KV fits, including speculative slots."""
+        """Returns the maximum number of sequences of `context` tokens whose KV fits, with speculative tokens."""
 
         def needed(num_seqs: int) -> int:
             return sum(

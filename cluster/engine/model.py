@@ -1,8 +1,8 @@
 """A decoder of the Llama kind (Touvron et al., arXiv 2302.13971) over a paged KV cache, and its form in PyTorch.
 
-A forward pass takes a packed batch: no padding, no attention mask over sequences. Shapes are [num_tokens, ...]
-throughout. The other forms are `triton_model.py`, which has kernels for attention and for invariant numerics and
-records steps, and `cpu_model.py`, which computes a pass in one call of kernels.
+A forward pass takes a packed batch: no padding, no attention mask over sequences. All shapes are [num_tokens, ...].
+There are two other forms: `triton_model.py` records steps and has kernels for attention and for invariant numerics;
+`cpu_model.py` computes a pass in one call of its kernels.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Model(ABC):
 
     weight_format: ClassVar[WeightFormat]
     is_invariant: ClassVar[bool]  # whether a row has the same bits for any batch and any division of the work
-    records_steps: ClassVar[bool] = False  # whether `prepare` records steps, which take memory and can draft in bursts
+    records_steps: ClassVar[bool] = False  # whether `prepare` records steps, which take memory; bursts need them
 
     def __init__(self, config: ModelConfig, weights: ModelWeights, kv_cache: KVCache) -> None:
         self.config = config
@@ -38,23 +38,23 @@ class Model(ABC):
         self._kv_cache = kv_cache
 
     def prepare(self, max_rows: int, max_context: int) -> None:  # noqa: B027
-        """Prepares steps of up to `max_rows` rows and `max_context` tokens of context, so that no timed step does.
+        """Compiles and records steps of up to `max_rows` rows and `max_context` tokens before any step is timed.
 
         The cache must be empty.
         """
 
     @abstractmethod
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Writes the KV of every row of `batch`.
+        """Runs a step: writes the KV of every row of `batch` to the cache.
 
-        Returns the logits of its logit rows, float32 [num_logit_rows, vocab_size].
+        Returns the logits of the batch's logit rows, float32 [num_logit_rows, vocab_size].
         """
 
 
 class TorchModel(Model):
-    """A decoder of PyTorch's operators, for every device. Their products choose a kernel by the number of rows.
+    """A decoder in PyTorch's operators, for every device. Products choose their kernel by the number of rows.
 
-    Arithmetic follows `transformers`: norms and rotary angles in float32.
+    The arithmetic is that of `transformers`: norms and rotary angles in float32.
     """
 
     weight_format: ClassVar[WeightFormat] = TorchWeightFormat()
@@ -63,7 +63,7 @@ class TorchModel(Model):
     def __init__(self, config: ModelConfig, weights: ModelWeights, kv_cache: KVCache) -> None:
         super().__init__(config, weights, kv_cache)
         cos, sin = rotary_table(config)
-        # [max_position_embeddings, 1, head_dim]; the sign is the one a rotation gives the second half of a head.
+        # [max_position_embeddings, 1, head_dim]. A rotation multiplies the second half of a head by -sin.
         self._cos = torch.cat([cos, cos], dim=-1)[:, None].to(weights.device, weights.dtype)
         self._signed_sin = torch.cat([-sin, sin], dim=-1)[:, None].to(weights.device, weights.dtype)
 
@@ -96,7 +96,7 @@ class TorchModel(Model):
         """
         config = self.config
         heads = qkv.view(len(qkv), -1, config.head_dim)
-        # Queries and keys are neighbours, so one norm and one rotation serve both.
+        # Queries and keys are adjacent, so one norm and one rotation process both.
         to_rotate, values = heads[:, : -config.num_kv_heads], heads[:, -config.num_kv_heads :]
         if qk_norm is not None:
             to_rotate = self._norm(to_rotate, qk_norm)

@@ -44,7 +44,7 @@ class ModelConfig:
         return self.num_kv_heads * self.head_dim
 
     def resolve_max_model_len(self, wanted: int | None) -> int:
-        """Returns `wanted`, or the model's limit if it is None. Raises ConfigurationError if the limit is lower."""
+        """Returns `wanted`, or the model's limit if `wanted` is None. Raises ConfigurationError above the limit."""
         if wanted is not None and wanted > self.max_position_embeddings:
             raise ConfigurationError(
                 f"max_model_len {wanted} exceeds the {self.max_position_embeddings} positions of the model"
@@ -52,7 +52,7 @@ class ModelConfig:
         return wanted or self.max_position_embeddings
 
     def attention_span(self, layer: int) -> int:
-        """Returns the most positions that a row of `layer` attends to, including its own."""
+        """Returns the maximum number of positions that a row of `layer` attends to, including its own."""
         return self.sliding_windows[layer] if self.sliding_windows else self.max_position_embeddings
 
     def with_layers(self, layers: Sequence[int]) -> ModelConfig:
@@ -62,7 +62,7 @@ class ModelConfig:
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelConfig:
-        """Reads the shape. Raises ConfigurationError if the architecture, or a feature it needs, is not supported."""
+        """Reads the shape from `folder`. Raises ConfigurationError if the engine does not support the model."""
         values = _read_json(folder / "config.json")
         architecture = (values.get("architectures") or ["none"])[0]
         family = FAMILIES.get(architecture)
@@ -131,7 +131,7 @@ class Family:
 
     has_qkv_bias: bool = False
     has_qk_norm: bool = False
-    bias_options: tuple[str, ...] = ()  # keys of config.json that it reads
+    bias_options: tuple[str, ...] = ()  # keys of config.json that switch biases on
     sliding_window: Callable[[Values, int], int | None] = _no_window  # window of a layer
     defaults: Mapping[str, Any] = field(default_factory=dict)  # transformers' values of keys that may be missing
 
@@ -175,9 +175,10 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def eos_token_ids(folder: Path, values: Values | None = None) -> tuple[int, ...]:
-    """Returns the tokens that end a sequence; `values` are those of `config.json`. Raises ConfigurationError.
+    """Returns the tokens that end a sequence. `values`: contents of `config.json`; None: read them.
 
-    Combines those of all configuration files: fine-tunes often change only the tokenizer's.
+    Combines the tokens of all configuration files, because fine-tunes often change only that of the tokenizer. Raises
+    ConfigurationError if a file cannot be read.
     """
     values = _read_json(folder / "config.json") if values is None else values
     generation = _read_json_if_any(folder / "generation_config.json")
@@ -189,7 +190,7 @@ def eos_token_ids(folder: Path, values: Values | None = None) -> tuple[int, ...]
 
 
 def _tokenizers_eos(folder: Path) -> int | None:
-    """Returns the ID of the `eos_token` of `tokenizer_config.json`."""
+    """Returns the ID of the `eos_token` of `tokenizer_config.json`; None if there is none."""
     config = _read_json_if_any(folder / "tokenizer_config.json")
     eos = config.get("eos_token")
     content = eos.get("content") if isinstance(eos, dict) else eos

@@ -1,4 +1,4 @@
-"""Paces prefill: limits a step's prompt tokens, so that its decoding requests do not wait long for them."""
+"""Paces prefill: limits the prompt tokens of a step, so that decoding requests do not wait long for them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from cluster.speculation.costs import LearnedCurve
 
 _LEAST_TOKENS = 16  # minimum of prompt tokens in a step, so that prompts make progress
-_FIRST_TOKENS = 64  # tokens before the first measurement; afterwards at most twice the largest measured number
-_ALONE_FACTOR = 4  # multiple of the set time for a lone prompt: longer steps are cheaper, and only later requests wait
-_TELLING_SHARE = 0.2  # share of the set time: if prompts add less, half of it is the fixed cost of a chunk
-_KEPT_SHARE = 0.99  # share of earlier steps' evidence of the growth that each further step keeps
+_FIRST_TOKENS = 64  # limit of prompt tokens before the first measurement; then twice the largest measured number
+_ALONE_FACTOR = 4  # a lone prompt may take this many times the set time: long steps are cheaper, and nothing else waits
+_TELLING_SHARE = 0.2  # prompts that add less than this share of the set time mostly measure the fixed cost of a chunk
+_KEPT_SHARE = 0.99  # decay per step of the weight of earlier steps in the fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,17 +24,17 @@ class PromptPart:
 
 
 class PromptPace:
-    """Learns how much time prompt tokens add to a step, and thus how many fit a set time."""
+    """Learns the time that prompt tokens add to a step, to choose the number of tokens that fit into a set time."""
 
     def __init__(self, max_seconds: float | None, max_rows: int) -> None:
-        """`max_seconds`: time that prompts may add to a step; None: unlimited. `max_rows`: most rows of a step."""
+        """`max_seconds`: time that prompts may add to a step; None: unlimited. `max_rows`: maximum rows of a step."""
         self._max_seconds = max_seconds
         self._plain = LearnedCurve(max_rows)  # times of steps without prompts
         self._cost = _TokenCost()
         self._most_tokens = _FIRST_TOKENS
 
     def know(self, times: Iterable[tuple[int, float]]) -> None:
-        """Records profiled steps: the rows and seconds of each."""
+        """Learns from steps that were timed at start. `times`: pairs of rows and seconds."""
         for num_rows, seconds in times:
             self._plain.observe(num_rows, seconds)
             self._learn([PromptPart(num_rows, 0)], seconds)
@@ -67,10 +67,10 @@ class PromptPace:
         return self._max_seconds * (_ALONE_FACTOR if is_alone else 1)
 
     def share(self, prompts: Sequence[PromptPart], num_tokens: int, seconds: float) -> list[int]:
-        """Returns how many tokens of each of `prompts` a step computes.
+        """Returns the number of tokens of each of `prompts` that a step computes.
 
-        `prompts` are the uncomputed parts, the oldest first. The step computes at most `num_tokens` of them, and they
-        add about `seconds` to it. The function `share` divides this time among the prompts.
+        `prompts` are the uncomputed parts, the oldest first. The result is at most `num_tokens` tokens in total, which
+        add about `seconds` to the step. The function `share` divides this time among the prompts.
         """
         lengths = [prompt.num_tokens for prompt in prompts]
         if math.isinf(seconds) or not prompts:
@@ -85,21 +85,21 @@ class PromptPace:
         return share(lengths, min(num_tokens, self._most_tokens))
 
     def seconds(self, parts: Sequence[PromptPart]) -> float:
-        """Returns the predicted seconds that `parts` add to a step; 0 before any were measured."""
+        """Returns the predicted seconds that `parts` add to a step; 0 before the first measurement."""
         return sum(map(self._cost.of, parts)) if self._cost.is_known else 0.0
 
 
 class _TokenCost:
-    """Seconds that a prompt token adds to a step, by the number of tokens before it.
+    """Seconds that a prompt token adds to a step: a linear function of the number of tokens before it.
 
-    They grow linearly with that number. The slope is fitted to steps with prompts, newer ones with more weight; the
-    height is that of the newest such step. (A curve over the rows of all steps was 30 to 300 % behind in long prompts.)
+    The slope is fitted to steps with prompts; newer steps have more weight. The line is shifted to fit the newest of
+    these steps. (A curve over the rows of all steps predicted 30 to 300 % too little in long prompts.)
     """
 
     def __init__(self) -> None:
-        self._before, self._seconds = 0.0, 0.0  # of the latest step
-        self._growth = 0.0  # of the cost per preceding token, relative to a token without any
-        self._weight = 0.0  # weight of all observations; then their means and moments
+        self._before, self._seconds = 0.0, 0.0  # preceding tokens and seconds per token of the latest step
+        self._growth = 0.0  # growth of the cost per preceding token, relative to the cost without preceding tokens
+        self._weight = 0.0  # weight of all observations; the next line has their means and moments
         self._mean_before = self._mean_seconds = self._variance = self._covariance = 0.0
         self.is_known = False
 
@@ -108,7 +108,7 @@ class _TokenCost:
         return part.num_tokens * self._of_one(part.num_before + part.num_tokens / 2)
 
     def num_tokens(self, part: PromptPart, seconds: float) -> int:
-        """Returns how many of the first tokens of `part` add at most `seconds`."""
+        """Returns the number of leading tokens of `part` that add at most `seconds`."""
         if self.of(part) <= seconds:
             return part.num_tokens
         # first n + slope n^2 / 2 = seconds
@@ -120,7 +120,7 @@ class _TokenCost:
         return self._seconds * (1.0 + self._growth * before) / (1.0 + self._growth * self._before)
 
     def observe(self, before: float, seconds: float, *, is_telling: bool) -> None:
-        """Learns that tokens with `before` others before them, on average, added `seconds` each.
+        """Learns from prompt tokens that added `seconds` each and had `before` tokens before them on average.
 
         Without `is_telling`, `seconds` is only an upper bound.
         """
@@ -142,16 +142,16 @@ class _TokenCost:
         self._covariance = (1.0 - share) * (self._covariance + share * off_before * off_seconds)
         if self._variance > 0.0:
             slope = max(self._covariance / self._variance, 0.0)
-            # Every token costs something: a fit below that is noise.
+            # Every token takes time, so a lower value of the fit is noise.
             at_start = max(self._mean_seconds - slope * self._mean_before, 0.05 * self._mean_seconds)
             self._growth = slope / at_start
 
 
 def share(lengths: Sequence[int], budget: int) -> list[int]:
-    """Divides a `budget` of tokens among prompts that have `lengths` tokens left, the oldest first.
+    """Divides `budget` tokens among prompts with `lengths` uncomputed tokens, the oldest first. Returns the shares.
 
-    Half of it is reserved for the oldest prompt, so that it finishes eventually. The rest goes to the shortest prompts
-    first, so that the fewest wait.
+    Half of the budget is reserved for the oldest prompt, so that it finishes eventually. The rest goes to the shortest
+    prompts first, so that as few prompts as possible wait.
     """
     shares = [0] * len(lengths)
     order = sorted(range(1, len(lengths)), key=lengths.__getitem__)

@@ -1,4 +1,4 @@
-"""Weights in 8 or 4 bits, made by torchao from those of a checkpoint while it loads, layer by layer."""
+"""Weights in 8 or 4 bits. torchao quantizes the weights of a checkpoint layer by layer while it loads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class Quantization:
     def named(cls, name: QuantizationName, group_size: int) -> Quantization:
         """Returns the quantization called `name`.
 
-        INT8 has a scale for each output; INT4, with 16 values, has one for every `group_size` of an output's inputs.
+        INT8 has a scale for each output. INT4 has only 16 values, so it has a scale for every `group_size` inputs of an
+        output.
         """
         return cls(8, None) if name == "int8" else cls(4, group_size)
 
@@ -46,11 +47,11 @@ class QuantizedWeight:
 
 
 def quantize(weight: torch.Tensor, quantization: Quantization) -> QuantizedWeight:
-    """Quantizes symmetrically, to the nearest. `weight` [out_features, in_features], any float dtype.
+    """Quantizes `weight` [out_features, in_features], any float dtype, symmetrically to the nearest value.
 
-    Raises ConfigurationError if its inputs do not divide into groups.
+    Raises ConfigurationError if the number of inputs is not a multiple of the group size.
     """
-    # Imported here: it takes a second, which a model in bfloat16 need not wait for.
+    # Imported here because the import takes a second, and models in bfloat16 do not need it.
     from torchao.quantization.quant_primitives import MappingType, choose_qparams_affine, quantize_affine
 
     in_features = weight.shape[1]

@@ -1,8 +1,7 @@
 """Scaling of a model's rotary angles, read from `config.json`. Imports no torch.
 
-Only scaling that transformers computes from the configuration alone is supported. A rotation that depends on the
-current length of the sequence ('longrope', 'dynamic' beyond its limit) would change the keys that are already in the
-cache.
+The engine supports only scaling that depends on nothing but the configuration. A rotation that depends on the current
+length of the sequence ('longrope', 'dynamic' beyond its limit) would change keys that are already in the cache.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ class LinearScaling:
 class Llama3Scaling:
     """Scaling of Llama 3.1, by the number of turns of a frequency in the original context.
 
-    Frequencies below `low_freq_factor` turns are divided by `factor`, those above `high_freq_factor` turns are kept,
-    and those between are blended.
+    Frequencies below `low_freq_factor` turns are divided by `factor`, frequencies above `high_freq_factor` turns are
+    kept, and frequencies in between are blended.
     """
 
     factor: float
@@ -40,8 +39,8 @@ class Llama3Scaling:
 class YarnScaling:
     """YaRN (Peng et al., arXiv 2309.00071): blends by the index of a frequency.
 
-    The blend lies between the frequencies that turn `beta_fast` and `beta_slow` times in the original context; cos and
-    sin are multiplied by `attention_factor`.
+    Frequencies are blended between the one that turns `beta_fast` times in the original context and the one that turns
+    `beta_slow` times. cos and sin are multiplied by `attention_factor`.
     """
 
     factor: float
@@ -61,7 +60,10 @@ class RopeConfig:
     scaling: RopeScaling | None = None
 
     def max_length(self, max_position_embeddings: int) -> int:
-        """Returns the number of positions; YaRN is often added to a config that keeps the number before stretching."""
+        """Returns the number of positions after scaling.
+
+        YaRN is often added to a configuration whose `max_position_embeddings` is the original number of positions.
+        """
         if not isinstance(self.scaling, YarnScaling):
             return max_position_embeddings
         return max(max_position_embeddings, int(self.scaling.factor * self.scaling.original_max_position_embeddings))
@@ -84,7 +86,7 @@ class RopeConfig:
 
 
 def _none(values: Values, rope: Values) -> None:
-    """'dynamic' only stretches positions beyond max_position_embeddings, and the engine accepts none."""
+    """Returns no scaling: 'dynamic' only changes positions beyond max_position_embeddings, which the engine refuses."""
 
 
 def _linear(values: Values, rope: Values) -> LinearScaling:

@@ -1,4 +1,4 @@
-"""Runs steps of one model: packs segments, computes, returns logits. Target and draft engines both use it."""
+"""Runs steps of one model, for target and draft engines: packs segments, computes, returns logits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
-    """A model bound to a KV cache, and the manager of its blocks."""
+    """A model with a KV cache and the manager of the cache's blocks."""
 
     def __init__(
         self, loaded: LoadedModel, block_size: int, num_blocks: int, *, enable_prefix_caching: bool = True
@@ -42,9 +42,9 @@ class ModelRunner:
         layers: LayerChoice | None = None,
         numerics: Numerics = "fast",
     ) -> ModelRunner:
-        """Loads the model that `config` names, or some of its `layers`, for `numerics`, and sizes the cache.
+        """Loads the model that `config` names, and allocates its cache. Raises ConfigurationError.
 
-        Raises ConfigurationError.
+        `layers` and `numerics` as in `load_model`.
         """
         loaded = load_weights(config, dtype_on_cpu=dtype_on_cpu, progress=progress, layers=layers, numerics=numerics)
         num_bytes = kv_cache_budget(config, loaded.weights.device, recorded_bytes(config, loaded))
@@ -75,21 +75,21 @@ class ModelRunner:
             torch.cuda.synchronize(self.model.device)
 
     def recovers(self) -> bool:
-        """Returns True if steps can go on after one that failed. After some errors a GPU no longer responds."""
+        """Returns True if more steps can run after a failed step. After some errors a GPU no longer responds."""
         if self.model.device.type != "cuda":
             return True
         try:
             torch.cuda.synchronize(self.model.device)
-            torch.cuda.empty_cache()  # frees cached pieces of the wrong size when memory is short
+            torch.cuda.empty_cache()  # if memory was short, free cached memory blocks of the wrong size
         except RuntimeError:
             logger.exception("the GPU is lost to this process")
             return False
         return True
 
     def keep(self, block_table: Sequence[int], start: int, nodes: Sequence[int]) -> None:
-        """Closes the gaps in a tree whose node 0 has place `start`: `nodes[i]` gets the i-th place from there.
+        """Moves the KV of a tree's node `nodes[i]` to place `start + i`. Node 0 of the tree is at place `start`.
 
-        The KV of other nodes is lost. `nodes` must ascend.
+        The KV of other nodes is lost. `nodes` must be in ascending order.
         """
         moved = [(start + node, start + index) for index, node in enumerate(nodes) if node != index]
         if not moved:
@@ -148,10 +148,11 @@ def _max_context(config: WorkerConfig, model: LoadedModel) -> int:
 def kv_cache_budgets(
     target: WorkerConfig, target_model: LoadedModel, draft: WorkerConfig, draft_model: LoadedModel
 ) -> tuple[int, int]:
-    """Returns the bytes of the KV caches of a target and of the draft in its process, once both models are loaded.
+    """Returns the bytes of the KV caches of a target and of the draft in its process. Both models must be loaded.
 
-    On one GPU, a cache whose size is not set gets its share of the memory that the other leaves. If neither size is
-    set, `target` determines the memory of both, and both hold the same number of tokens.
+    If both are on one GPU and only one cache has a configured size, the other cache gets its share of the remaining
+    memory. If neither size is configured, `target` determines the total, and both caches hold the same number of
+    tokens.
     """
     device = target_model.weights.device
     of_target, of_draft = recorded_bytes(target, target_model), recorded_bytes(draft, draft_model)
@@ -179,7 +180,7 @@ def _token_bytes(model: LoadedModel) -> int:
 
 
 def kv_cache_budget(config: WorkerConfig, device: torch.device, recorded_bytes: int = 0) -> int:
-    """Returns the bytes of the KV cache, once the weights are loaded, leaving `recorded_bytes` for recorded steps."""
+    """Returns the bytes of the KV cache. The weights must be loaded; `recorded_bytes` stay free for recorded steps."""
     if config.kv_cache_bytes is not None:
         return config.kv_cache_bytes
     if device.type != "cuda":

@@ -17,7 +17,7 @@ from cluster.engine.sequence import Sequence
 from cluster.speculation.drafts import Drafts
 from cluster.telemetry.metrics import Reading
 
-# Share of the blocks that admission leaves for running sequences to grow.
+# Share of the blocks that admission reserves for the growth of running sequences.
 _WATERMARK = 0.01
 
 SequenceT = TypeVar("SequenceT", bound=Sequence)
@@ -29,7 +29,7 @@ class ScheduledSequence(Generic[SequenceT]):
 
     sequence: SequenceT
     num_new_tokens: int  # committed tokens whose KV this step computes
-    drafts: Drafts = field(default_factory=Drafts)  # verified after the last committed token, when it is computed
+    drafts: Drafts = field(default_factory=Drafts)  # drafts after the last committed token that this step verifies
 
     @property
     def yields_choices(self) -> bool:
@@ -51,9 +51,9 @@ class ScheduledSequence(Generic[SequenceT]):
 
     @property
     def num_logits(self) -> int:
-        """Number of the step's last rows, which yield logits.
+        """Number of rows of the sequence that yield logits; these are its last rows.
 
-        The first `num_scored` of them score the prompt. The last `num_choices` yield the tokens after it.
+        The first `num_scored` of these rows score prompt tokens. The last `num_choices` yield choices.
         """
         first_row = self._first_scored_row
         if first_row is None or not self.num_scored:
@@ -62,7 +62,7 @@ class ScheduledSequence(Generic[SequenceT]):
 
     @property
     def _first_scored_row(self) -> int | None:
-        """Place of the first token of this step whose logits may score the prompt token after it."""
+        """Place of this step's first token whose logits score the next prompt token; None: no token is scored."""
         sequence = self.sequence
         if not sequence.is_scoring:
             return None
@@ -71,7 +71,7 @@ class ScheduledSequence(Generic[SequenceT]):
 
     @property
     def parents(self) -> list[int] | None:
-        """Parents of the last committed token and of the drafts; None unless the drafts are a tree."""
+        """Parents of the last committed token and of the drafts, as a tree; None if the drafts are a chain."""
         parents = self.drafts.parents
         return None if parents is None else [-1, *(parent + 1 for parent in parents)]
 
@@ -88,19 +88,19 @@ class ScheduledSequence(Generic[SequenceT]):
 
 
 class Scheduler(Generic[SequenceT]):
-    """Schedules first come, first served within a priority; blocks are taken as sequences grow.
+    """Schedules first come, first served within a priority. Allocates blocks as sequences grow.
 
-    A sequence is admitted if there are blocks for its present tokens. When blocks run out, admission waits; then
-    drafts are given up; then the youngest sequence of the lowest priority is preempted: it gives its blocks back and
-    waits, before all others of its priority, to be computed again. Its output stays the same, because its noise
-    depends on its positions alone.
+    A sequence is admitted if there are blocks for its present tokens. When blocks run out, admission waits first. Then
+    drafts are dropped. Then the youngest sequence of the lowest priority is preempted: it gives its blocks back, and
+    waits before all others of its priority until it is computed again. Its output stays the same, because its noise
+    depends only on positions.
 
     `running` and `waiting` are each ordered by priority, and within a priority by arrival.
     """
 
     def __init__(self, blocks: BlockManager, limits: StepLimits, max_scored_tokens: int = sys.maxsize) -> None:
-        """`max_scored_tokens`: most tokens of a scored prompt in one step, which needs logits for all of them."""
-        # Every decoding sequence has its row in every step.
+        """`max_scored_tokens`: maximum tokens per step of a scored prompt, because all of these need logits."""
+        # Every decoding sequence has a row in every step.
         assert limits.max_num_batched_tokens >= limits.max_num_seqs
         self.waiting: list[SequenceT] = []
         self.running: list[SequenceT] = []
@@ -112,7 +112,7 @@ class Scheduler(Generic[SequenceT]):
         self._watermark = watermark(blocks.num_blocks)
 
     def fits(self, max_len: int) -> bool:
-        """Returns True if a sequence of at most `max_len` tokens can run. Drafts use only blocks that are left."""
+        """Returns True if the cache has enough blocks for a sequence of `max_len` tokens; drafts do not count."""
         return self._blocks.num_blocks_for(max_len) <= self._blocks.num_blocks
 
     def add(self, sequence: SequenceT) -> None:
@@ -121,7 +121,7 @@ class Scheduler(Generic[SequenceT]):
         _insert(self.waiting, sequence)
 
     def admit(self) -> list[SequenceT]:
-        """Moves waiting sequences to running while there is room; returns them."""
+        """Moves waiting sequences to `running` while there is room. Returns the admitted sequences."""
         admitted: list[SequenceT] = []
         while self.waiting and len(self.running) < self._limits.max_num_seqs:
             sequence = self.waiting[0]
@@ -144,7 +144,7 @@ class Scheduler(Generic[SequenceT]):
         return admitted
 
     def remove(self, *sequences: SequenceT) -> None:
-        """Removes `sequences`, running or waiting, in one pass: there may be thousands."""
+        """Removes `sequences`, running or waiting, in one pass, because there may be thousands."""
         gone = set(sequences)
         running = [sequence for sequence in self.running if sequence in gone]
         for sequence in running:
@@ -159,9 +159,9 @@ class Scheduler(Generic[SequenceT]):
     def schedule(self, drafts_of: Callable[[SequenceT], Drafts]) -> list[ScheduledSequence[SequenceT]]:
         """Returns the next step: every decoding sequence's token, then drafts, then prefill, within the token budget.
 
-        `drafts_of` returns the drafts that have come for a sequence. While prompts wait, drafts get at most half of the
-        remaining budget, so that a busy step cannot starve prefill. `pace` determines the share of prompts, those of a
-        higher priority first.
+        `drafts_of` returns the drafts of a sequence that have arrived. While prompts wait, drafts get at most half of
+        the remaining budget, so that drafts cannot starve prefill. `pace` divides the rest among the prompts; prompts
+        of a higher priority come first.
         """
         may_grow = self._make_room()
         decoding = [(sequence, drafts_of(sequence)) for sequence in self.running if not sequence.is_prefilling]
@@ -189,10 +189,10 @@ class Scheduler(Generic[SequenceT]):
         return step
 
     def advance(self, scheduled: ScheduledSequence[SequenceT], num_accepted: int = 0) -> None:
-        """Counts the new tokens and accepted drafts of a step that has run as computed. They must be committed."""
+        """Counts the new tokens and accepted drafts of a finished step as computed. They must be committed."""
         sequence = scheduled.sequence
         num_computed = sequence.num_computed_tokens + scheduled.num_new_tokens + num_accepted
-        # An end-of-sequence token inside the drafts leaves those after it uncommitted.
+        # Accepted drafts after an end-of-sequence token are not committed.
         sequence.num_computed_tokens = min(num_computed, len(sequence.token_ids))
         self._blocks.cache(sequence.block_table, sequence.token_ids, sequence.num_computed_tokens, sequence.cache_root)
 
@@ -207,10 +207,10 @@ class Scheduler(Generic[SequenceT]):
         return min(num_left, self._max_scored_tokens) if sequence.is_scoring else num_left
 
     def _make_room(self) -> bool:
-        """Allocates the blocks of every running sequence's committed tokens, oldest first, preempting if needed.
+        """Allocates blocks for the committed tokens of every running sequence, oldest first; preempts if needed.
 
-        Returns True if no blocks had to be taken back. Otherwise drafts can only use the rest of the blocks that their
-        sequences hold.
+        Returns False if it had to take blocks back. In this case drafts may only use the blocks that their sequences
+        already have.
         """
         is_short = False
         index = 0
@@ -227,7 +227,7 @@ class Scheduler(Generic[SequenceT]):
         return not is_short
 
     def _place(self, drafts: Drafts, sequence: Sequence, *, may_grow: bool) -> Drafts:
-        """Allocates blocks for drafts of `sequence`. Returns the part of `drafts` that has room after its tokens."""
+        """Allocates blocks for drafts of `sequence`. Returns the part of `drafts` for which there is room."""
         blocks, length = self._blocks, len(sequence.token_ids)
         if may_grow and blocks.grow(sequence.block_table, length + len(drafts)):
             return drafts
@@ -245,7 +245,7 @@ class Scheduler(Generic[SequenceT]):
 
 
 def watermark(num_blocks: int) -> int:
-    """Returns how many of `num_blocks` blocks admission leaves to running sequences."""
+    """Returns the number of blocks, out of `num_blocks`, that admission reserves for running sequences."""
     return max(1, round(_WATERMARK * num_blocks))
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 
 class FinishReason(enum.Enum):
-    STOP = "stop"  # a token that ends it
-    LENGTH = "length"  # max_tokens
+    STOP = "stop"  # a token that ends the sequence
+    LENGTH = "length"  # the maximum length
 
 
 @dataclass(eq=False, slots=True)
@@ -17,8 +17,8 @@ class Sequence:
     """Committed tokens and the location of their KV.
 
     `token_ids` are the prompt and the committed tokens. The KV of the first `num_computed_tokens` of them is in
-    the blocks of `block_table`; while a sequence decodes, all but its last token are computed. Slots after those
-    may hold the KV of rejected drafts: they are written again before they are read.
+    the blocks of `block_table`; while a sequence decodes, all tokens except the last are computed. Later slots may
+    contain the KV of rejected drafts; these slots are written again before they are read.
     """
 
     token_ids: list[int]
@@ -28,7 +28,7 @@ class Sequence:
     num_speculative_tokens: int
     priority: int = 0  # the waiting sequence with the lowest value goes first
     cache_root: bytes | None = None  # KV is shared only between sequences with the same root
-    first_unscored: int | None = None  # first prompt token whose logits are still to be kept; None: no prompt token
+    first_unscored: int | None = None  # first prompt token that is not scored yet; None: prompt tokens are not scored
     num_computed_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -45,7 +45,7 @@ class Sequence:
 
     @property
     def max_useful_drafts(self) -> int:
-        """Most drafts that could be committed; the bonus token takes the last place."""
+        """Maximum number of drafts that could be committed before `max_len`, after a place for the bonus token."""
         return max(0, min(self.num_speculative_tokens, self.max_len - len(self.token_ids) - 1))
 
     def commit(self, token_ids: Tokens[int]) -> int:

@@ -1,8 +1,8 @@
 """Steps of a few sizes, recorded as CUDA graphs before the first request, so that no timed step records one.
 
-All sizes share one output and the inputs, which are as large as the largest size needs. A step is copied into the first
-rows of the inputs of the next size, each of its rows with room for a segment of its own. Padding rows write to the
-spare block, which no sequence has, and belong to no segment; their logits are not read.
+All sizes share one output and the inputs of the largest size. A step runs in the graph of the next larger size: its
+tensors are copied into the first rows of the inputs, which have room for one segment per row. The remaining rows are
+padding: they write to the spare block, which no sequence uses, and belong to no segment. Their logits are not read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Recorder = Callable[[Callable[[], None]], Callable[[], None]]
 
 
 class StepGraphs:
-    """Recorded steps of one model. Chains only."""
+    """Recorded steps of one model. Supports only chains."""
 
     def __init__(
         self,
@@ -59,13 +59,13 @@ class StepGraphs:
         )
         self._inputs.slots.fill_(spare_slot)
         self._logits = torch.empty(largest, vocab_size, device=device)
-        # Largest first: the others reuse its memory.
+        # The largest size is recorded first, so that the others reuse its memory.
         self._steps = {size: record(self._step(compute, size)) for size in reversed(self.sizes)}
 
     def run(self, batch: Batch) -> torch.Tensor | None:
         """Returns the step's logits [num_logit_rows, vocab_size], which are valid until the next step runs.
 
-        Returns None if the step must be computed directly.
+        Returns None without running the step if it is too large, has a tree, or has too long a context.
         """
         num_rows = len(batch.token_ids)
         index = bisect_left(self.sizes, num_rows)
@@ -86,7 +86,7 @@ class StepGraphs:
         return step
 
     def _take(self, batch: Batch, size: int) -> None:
-        """Copies `batch` into the inputs; padding rows write to memory that is never read."""
+        """Copies `batch` into the inputs, and makes the remaining rows padding."""
         inputs, num_rows, num_segments = self._inputs, len(batch.token_ids), len(batch.context_lens)
         inputs.token_ids[:num_rows].copy_(batch.token_ids)
         inputs.positions[:num_rows].copy_(batch.positions)
@@ -94,7 +94,7 @@ class StepGraphs:
         inputs.slots[num_rows:size].fill_(self._spare_slot)
         inputs.logit_rows[: len(batch.logit_rows)].copy_(batch.logit_rows)
         inputs.logit_rows[len(batch.logit_rows) : size].fill_(0)
-        # Unused segments have no rows: they begin where the last one ends.
+        # Unused segments have no rows: they begin at the end of the last segment.
         inputs.row_starts[: num_segments + 1].copy_(batch.row_starts)
         inputs.row_starts[num_segments + 1 : size + 1].fill_(num_rows)
         inputs.context_lens[:num_segments].copy_(batch.context_lens)
@@ -103,7 +103,7 @@ class StepGraphs:
 
 
 def first_rows(inputs: Batch, size: int) -> Batch:
-    """Returns views of the first `size` rows of `inputs`, in that number of segments."""
+    """Returns a batch of views of `inputs`, with `size` rows and `size` segments."""
     return Batch(
         token_ids=inputs.token_ids[:size],
         positions=inputs.positions[:size],
@@ -127,7 +127,7 @@ class CudaRecorder:
     def __call__(self, call: Callable[[], None]) -> Callable[[], None]:
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # kernels are compiled and libraries set themselves up, which cannot be recorded
+        with torch.cuda.stream(side):  # first calls compile kernels and initialize libraries, which cannot be recorded
             for _ in range(2):
                 call()
         torch.cuda.current_stream().wait_stream(side)

@@ -11,7 +11,7 @@ from cluster.errors import ConfigurationError
 
 
 class FixedOrderLinear:
-    """A `Linear` by `product`, with one order of sums for any number of rows."""
+    """A `Linear` that uses `product`, with the same order of sums for any number of rows."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.num_bytes = weight.nbytes

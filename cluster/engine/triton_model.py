@@ -1,4 +1,4 @@
-"""The decoder on a GPU with attention by a kernel of our own: no padding, no copies of contexts, few graphs."""
+"""The decoder on a GPU with our own attention kernel: no padding, no copies of contexts, few graphs."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ logger = logging.getLogger(__name__)
 
 
 class TritonModel(TorchModel):
-    """`TorchModel` with `PagedAttention`. Its steps read nothing back.
+    """`TorchModel` with `PagedAttention`. Its steps copy nothing to the host.
 
-    Steps of chains that `prepare` recorded are replayed. Products are cuBLAS's, which chooses by the number of rows:
-    only attention gives a row the same bits in every batch. `InvariantTritonModel` does so for all operators.
+    Steps of chains replay the graphs that `prepare` recorded. cuBLAS computes the products, and chooses a kernel by the
+    number of rows. So only attention gives a row the same bits in every batch; in `InvariantTritonModel` all operators
+    do.
     """
 
     records_steps = True
 
     @classmethod
     def supports(cls, config: ModelConfig, dtype: torch.dtype) -> bool:
-        """Returns True if the kernel can compute attention of such a model."""
+        """Returns True if the attention kernel supports the model."""
         return config.num_heads // config.num_kv_heads <= max_group(dtype)
 
     def __init__(self, config: ModelConfig, weights: ModelWeights, kv_cache: KVCache) -> None:
@@ -48,7 +49,7 @@ class TritonModel(TorchModel):
 
     @property
     def spare_slot(self) -> int:
-        """A slot that no sequence has."""
+        """A slot that no sequence uses."""
         return self._kv_cache.spare_block * self._kv_cache.block_size
 
     def prepare(self, max_rows: int, max_context: int) -> None:
@@ -93,7 +94,7 @@ class TritonModel(TorchModel):
         return self.compute(batch) if logits is None else logits
 
     def compute(self, batch: Batch) -> torch.Tensor:
-        """Runs `forward` without recorded steps; this is what is recorded."""
+        """Computes a step without recorded graphs. `record` records this method."""
         max_context = batch.block_tables.shape[1] * self.block_size
         return self._logits(batch, PagedAttention(batch, self.block_size, max_context))
 
@@ -101,8 +102,8 @@ class TritonModel(TorchModel):
 class InvariantTritonModel(TritonModel):
     """`TritonModel` for `numerics: invariant`: a row has the same bits in any batch, recorded or not.
 
-    Products and norms are kernels with a fixed order of sums, as attention is. The other operators, PyTorch's, compute
-    each value independently.
+    Products, norms and attention are kernels with a fixed order of sums. PyTorch computes the other operators, in which
+    each value is independent of other rows.
     """
 
     weight_format = FixedOrderWeightFormat()

@@ -12,7 +12,7 @@ from cluster.engine.quantization import QuantizedWeight
 
 
 class WeightFormat(Protocol):
-    """Prepares weights, once while a model loads, for the operators that will read them."""
+    """Converts weights to the format of the operators that will read them. Called while a model loads."""
 
     def make_linear(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None = None) -> Linear:
         """Returns the product with `weight` [out_features, in_features], plus `bias` [out_features]."""

@@ -1,7 +1,7 @@
 """RMS norm (Zhang and Sennrich, arXiv 1910.07467) in Triton, one program for each vector.
 
-PyTorch's reductions may divide a sum among threads by the number of rows. Here the division only depends on the length
-of the vector.
+In PyTorch's reductions, the division of a sum among threads may depend on the number of rows. In this kernel it only
+depends on the length of the vector.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def constants(length: int, eps: float) -> tuple[dict[str, Any], dict[str, Any]]:
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Returns the norm over the last dimension of `x` [num_rows, ..., length]. `weight` is [..., length].
 
-    All dimensions but the first of `x` lie next to each other. As in `transformers`, the norm is computed in float32
-    and rounded to the dtype of `x` before it is multiplied with the weight.
+    Each row of `x` must be contiguous. As in `transformers`, the norm is computed in float32 and rounded to the dtype
+    of `x` before the product with the weight.
     """
     num_rows, length = len(x), x.shape[-1]
     output = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -1,16 +1,17 @@
 """Attention over the paged KV cache in Triton: prefill chunks, decodes, verify chains and trees in one kernel.
 
-Keys and values are read in place, through the block table; no context is copied. The queries of up to `_TILE // G` rows
-of a segment share one reading of a KV head, where G is the number of its query heads.
+The kernel reads keys and values in place, through the block table, and copies no context. It reads a KV head once for
+the queries of up to `TILE // G` rows of a segment. G is the number of query heads of the KV head, rounded up to a power
+of 2.
 
-A row's bits depend on itself alone. Its context is cut into splits of `SPLIT` positions, wherever it ends. Each split
-is walked from its start in steps of `keys_per_step` positions (online softmax: Milakov, Gimelshein, arXiv 1805.02867;
-Dao et al., arXiv 2205.14135). Splits are merged in their order. Positions that only other rows of a tile see add exact
-zeros.
+A row's bits do not depend on other rows. The context is cut into splits of `SPLIT` positions, counted from its start.
+Each split is processed from its start in steps of `keys_per_step` positions (online softmax: Milakov, Gimelshein, arXiv
+1805.02867; Dao et al., arXiv 2205.14135). The splits are merged in order. Positions that only other rows of a tile see
+add exact zeros.
 
-One program walks all splits of a tile and merges them. If a step has too few tiles to fill a GPU, each split is walked
-by a program of its own (Dao et al., "Flash-Decoding", 2023), and a second kernel merges them. Both use the same
-operations, so neither kernel may fuse a product with a sum.
+Usually one program processes and merges all splits of a tile. If a step has too few tiles to fill a GPU, several
+programs share the splits of a tile (Dao et al., "Flash-Decoding", 2023), and a second kernel merges them. Both ways use
+the same operations in the same order, so neither kernel may fuse a product with a sum.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from cluster.engine.batch import Batch
 from cluster.engine.gpu_kernels.tiles import PARTS, SPLIT, TILE, num_tiles, padded_group, uses_splits
 
 _LARGEST_SPAN = 2**31 - 1
-_PATH_STEP = 8  # paths are padded to multiples: each length is compiled by itself
+_PATH_STEP = 8  # paths are padded to multiples of this length, because Triton compiles the kernel for each length
 MERGE_OPTIONS = {"num_warps": 1, "enable_fp_fusion": False}
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Tile sizes for a dtype: the same for every step, because other sizes sum in another order.
+    """Tile sizes for a dtype. They are the same in every step, because they determine the order of sums.
 
-    They are the sizes that spill no register (`python -m bench.gpu_resources`); their speed was not measured.
+    With these sizes no register is spilled (`python -m bench.gpu_resources`); their speed was not measured.
     """
 
     keys_per_step: int  # positions whose keys are multiplied at once
@@ -56,8 +57,8 @@ class Sizes:
 def _segment_of(row_starts, place, num_segments, rows_per_tile: tl.constexpr, spare_tiles: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns the segment of tile `place`.
 
-    The tiles of segment s begin with row_starts[s] // rows_per_tile + s * spare_tiles. A spare tile for each segment is
-    enough for the remainders of all divisions; for rows no spare is needed.
+    The first tile of segment s is row_starts[s] // rows_per_tile + s * spare_tiles. One spare tile per segment makes up
+    for the remainder of its division. If places are rows (`rows_per_tile` 1), no spare tiles are needed.
     """
     low = 0
     high = num_segments
@@ -71,7 +72,7 @@ def _segment_of(row_starts, place, num_segments, rows_per_tile: tl.constexpr, sp
 
 @triton.jit
 def _merge(maximum, total, summed, split_maximum, split_total, split_summed):  # type: ignore[no-untyped-def]
-    """Merges the next split into those before it: maxima (in powers of 2), sums of weights, weighted values."""
+    """Merges the next split into the splits before it: maxima (in powers of 2), sums of weights, weighted values."""
     merged = tl.maximum(maximum, split_maximum)
     base = tl.where(merged == float("-inf"), 0.0, merged)
     before, after = tl.exp2(maximum - base), tl.exp2(split_maximum - base)
@@ -128,7 +129,7 @@ def _walk(  # type: ignore[no-untyped-def]
     return maximum, total, summed
 
 
-# These sizes change from step to step, and Triton would compile again for each that is 1 or a multiple of 16.
+# These sizes change from step to step. If specialized, Triton would compile again for sizes of 1 and multiples of 16.
 @triton.jit(do_not_specialize=["num_segments", "num_splits", "parts", "table_stride", "span"])  # type: ignore[untyped-decorator]
 def attention_kernel(  # type: ignore[no-untyped-def]
     output, part_sums, part_totals, part_maxima, query, keys, values,
@@ -218,7 +219,7 @@ def merge_kernel(  # type: ignore[no-untyped-def]
         return
     position = tl.load(positions + row)
     limit = position + 1
-    # Whether there are paths to load is decided when this is compiled.
+    # Two conditions, because the first must be decided at compile time: without paths there is nothing to load.
     if path_len > 0:  # noqa: SIM102
         if tl.load(paths + row * path_len) >= 0:
             segment = _segment_of(row_starts, row, num_segments, 1, 0)
@@ -241,14 +242,14 @@ def merge_kernel(  # type: ignore[no-untyped-def]
 
 
 def max_group(dtype: torch.dtype) -> int:
-    """Returns the most query heads of a KV head that the kernel computes."""
+    """Returns the maximum number of query heads per KV head that the kernel supports."""
     return Sizes.of(dtype).tile
 
 
 def constants(
     num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, block_size: int, path_len: int, is_split: bool
 ) -> dict[str, int]:
-    """Returns the compile-time constants of `attention_kernel`. Those named in `OF_MERGE` also go to `merge_kernel`."""
+    """Returns the compile-time constants of `attention_kernel`. `merge_kernel` also gets those named in `OF_MERGE`."""
     group, sizes = num_heads // num_kv_heads, Sizes.of(dtype)
     assert group <= sizes.tile
     return {
@@ -269,9 +270,10 @@ OF_MERGE = ("head_dim", "padded_dim", "path_len", "split_len")
 
 
 class PagedAttention:
-    """A plan of attention (`AttentionPlan`) for any step of `batch`, without reading data back from the device.
+    """An `AttentionPlan` for any `batch`, which reads no data back from the device.
 
-    `max_context` bounds the contexts; it decides how many programs may share one, but changes no bit of the result.
+    `max_context`: upper bound of the contexts' lengths. It determines the number of programs that may share a context,
+    but no bit of the result.
     """
 
     def __init__(self, batch: Batch, block_size: int, max_context: int, *, may_split: bool = True) -> None:
@@ -286,7 +288,7 @@ class PagedAttention:
         self._parts: tuple[torch.Tensor, ...] | None = None  # scratch memory that all layers share
 
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, span: int) -> torch.Tensor:
-        """Implements `AttentionPlan.attend`. Rows past the last segment's, which pad a step, are zeros."""
+        """Implements `AttentionPlan.attend`. Rows after the last segment, which pad the step, are zeros."""
         batch, paths = self._batch, self._paths
         num_rows, num_heads, head_dim = query.shape
         num_kv_heads, num_segments, span = keys.shape[1], len(batch.context_lens), min(span, _LARGEST_SPAN)

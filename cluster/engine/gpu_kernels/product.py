@@ -1,16 +1,16 @@
 """Matrix products in Triton whose rows have the same bits in every batch: one order of sums for any number of rows.
 
-A library chooses a kernel by the number of rows, and with it the order in which an output is summed (He and Thinking
-Machines Lab, "Defeating Nondeterminism in LLM Inference", 2025). Here the order depends on the weight's shape and the
-dtype alone:
+A library chooses a kernel by the number of rows, and the kernel determines the order in which an output is summed (He
+and Thinking Machines Lab, "Defeating Nondeterminism in LLM Inference", 2025). In this module the order depends only on
+the weight's shape and the dtype:
 
-    parts    The inputs are cut into `num_parts` parts, which are added in their order ("split-K").
-    blocks   A part is walked from its start in blocks of `BLOCKS` inputs, each added by one `tl.dot` in float32.
+    parts    The inputs are cut into `num_parts` parts, which are added in order ("split-K").
+    blocks   A part is summed from its start in blocks of `BLOCKS` inputs. One `tl.dot` adds a block in float32.
 
-A step with few rows has a program for every part of a tile, and a second kernel adds their sums. A prompt has enough
-tiles to fill a GPU, so one program walks all parts. Both add the same numbers in the same order, and neither kernel may
-fuse a product with a sum outside of `tl.dot`. Tiles of different heights use different instructions.
-`check_invariance` tests on the user's GPU that these sum a block in the same order.
+A step with few rows has a program for every part of a tile, and a second kernel adds the parts' sums. A prompt has
+enough tiles to fill a GPU, so one program sums all parts of a tile. Both ways add the same numbers in the same order,
+and neither kernel may fuse a product with a sum outside of `tl.dot`. Tiles of different heights use different
+instructions. `check_invariance` tests on the user's GPU that these instructions sum a block in the same order.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _sum_of_blocks(  # type: ignore[no-untyped-def]
     return summed
 
 
-# The number of rows changes from step to step. A part of one block must not be compiled by itself.
+# Not specialized: the number of rows changes from step to step, and parts with one block must use the same code.
 @triton.jit(do_not_specialize=["num_rows", "parts", "blocks_per_part"])  # type: ignore[untyped-decorator]
 def product_kernel(  # type: ignore[no-untyped-def]
     output, part_sums, x, weight, bias, num_rows, num_outputs, num_inputs, parts, blocks_per_part,
@@ -58,7 +58,7 @@ def product_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows).to(tl.int64)
     column = tl.program_id(1) * tile_columns + tl.arange(0, tile_columns).to(tl.int64)
     is_output = (row < num_rows)[:, None] & (column < num_outputs)[None, :]
-    # Rows past the end repeat the last one, and their results are not stored.
+    # Rows past the end read the last row, and their results are not stored.
     x_rows = x + tl.minimum(row, num_rows - 1) * num_inputs
     weight_rows = weight + tl.minimum(column, num_outputs - 1) * num_inputs
     num_blocks = tl.cdiv(num_inputs, block)
@@ -130,7 +130,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
 def product_by_tiles(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile, *, is_split: bool
 ) -> torch.Tensor:
-    """Computes `product` with the given `tile` and `is_split`, which change no bit of the result."""
+    """Returns `product`, computed with the given `tile` and `is_split`. These change no bit of the result."""
     x = x.contiguous()
     assert weight.is_contiguous()
     (num_rows, num_inputs), num_outputs = x.shape, len(weight)

@@ -1,4 +1,4 @@
-"""Division of products into programs. Imports neither torch nor Triton, as memory is planned without them."""
+"""Division of products into programs. Imports neither torch nor Triton, because memory is planned without them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 _MOST_PARTS = 8
 _PROGRAMS = (
-    128  # fewer programs do not fill a GPU of about 132 multiprocessors; a constant, as it decides the order of sums
+    128  # enough programs to fill a GPU of about 132 multiprocessors; constant, because it determines the order of sums
 )
 _COLUMNS = 128  # outputs per program, for the choice of the number of parts
-_LEAST_INPUTS = 256  # inputs of a part
+_LEAST_INPUTS = 256  # minimum inputs of a part
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Share of one program, and its compile options. No bit of a result depends on it."""
+    """Size of one program's part of a product, and its compile options. No bit of a result depends on the tile."""
 
     num_rows: int
     num_columns: int  # outputs
@@ -26,7 +26,7 @@ class Tile:
         return -(-num_rows // self.num_rows) * -(-num_outputs // self.num_columns)
 
 
-# By bytes per value, from few rows to many. The last entry is for all larger counts.
+# Tiles by bytes per value, from few rows to many. `_ROWS` has the limits; the last tile is for all larger numbers.
 TILES = {
     2: (Tile(16, 64, 4, 8), Tile(64, 128, 4, 4), Tile(128, 128, 8, 3)),
     4: (Tile(16, 32, 4, 3), Tile(32, 32, 4, 3), Tile(64, 64, 8, 2)),
@@ -45,8 +45,8 @@ def choose_tile(num_rows: int, value_bytes: int) -> Tile:
 def num_parts(num_outputs: int, num_inputs: int) -> int:
     """Returns the number of parts into which the inputs are cut: 1, 2, 4 or 8.
 
-    It lets programs of one part each fill a GPU. It depends on the shape of the weight alone, not on the GPU, so that
-    different GPUs sum in one order.
+    With a program for each part, even a product with few rows fills a GPU. The number depends only on the shape of the
+    weight, so that different GPUs sum in the same order.
     """
     parts, columns = 1, -(-num_outputs // _COLUMNS)
     while parts < _MOST_PARTS and parts * columns < _PROGRAMS and num_inputs >= 2 * parts * _LEAST_INPUTS:
@@ -60,7 +60,7 @@ def uses_programs_of_parts(tile: Tile, num_rows: int, num_outputs: int, parts: i
 
 
 def part_sums_bytes(num_rows: int, num_outputs: int, num_inputs: int, value_bytes: int) -> int:
-    """Returns the bytes of the sums that the programs of parts write; 0 if one program sums all parts."""
+    """Returns the bytes of the partial sums that the programs write; 0 if one program sums all parts of a tile."""
     parts, tile = num_parts(num_outputs, num_inputs), choose_tile(num_rows, value_bytes)
     is_split = uses_programs_of_parts(tile, num_rows, num_outputs, parts)
     return 4 * parts * num_rows * num_outputs * is_split
