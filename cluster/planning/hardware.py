@@ -1,8 +1,9 @@
 """GPUs and host CPUs: the figures of their data sheets, and their prices.
 
-Bandwidth and peak are from NVIDIA's data sheets: of the SXM forms if there are several; FP16 or bfloat16 on tensor
-cores without sparsity, summed in float32 (both have the same figure). `steps.Efficiency` has the shares of these that
-are reached. Prices are examples, not offers: every command that uses them accepts others.
+Bandwidth and peak are from NVIDIA's data sheets, of the SXM form if there are several forms. The peak is that of FP16
+or bfloat16 on tensor cores without sparsity, summed in float32; both have the same figure. `steps.Efficiency` has the
+shares of these figures that programs reach. Prices are examples, not offers: every command that uses them accepts
+others.
 """
 
 from __future__ import annotations
@@ -81,8 +82,8 @@ DEFAULT_HOST_CPU = GpuGroup(HOST_CPUS["SPR-16"])
 def find_gpu(device_name: str) -> Gpu | None:
     """Returns the GPU that CUDA calls `device_name`, such as `NVIDIA A100-SXM4-80GB`.
 
-    Returns None if its data sheet is not in the table. That includes parts of a GPU (MIG), and PCIe and NVL forms,
-    whose memory has another bandwidth than that of the SXM form.
+    Returns None if the table does not have the GPU. It has no parts of a GPU (MIG), and no PCIe and NVL forms, because
+    their bandwidth differs from that of the SXM form.
     """
     words = set(re.split(r"[ -]", device_name))
     if words & {"MIG", "PCIe", "PCIE", "NVL"}:
@@ -95,8 +96,8 @@ def find_gpu(device_name: str) -> Gpu | None:
 def parse_gpus(spec: str, prices: Mapping[str, float] | None = None) -> GpuGroup:
     """Parses `[Nx]NAME` of a known GPU or host CPU, or `[Nx]MEMORY:BANDWIDTH:TFLOPS:DOLLARS`.
 
-    The units are GB, GB/s, FP16 TFLOPS and dollars an hour. `prices` replace the table's, by name. Raises
-    ConfigurationError.
+    The units are GB, GB/s, FP16 TFLOPS and dollars per hour. `prices`: prices by name, which replace those of the
+    table. Raises ConfigurationError if `spec` is invalid.
     """
     match = _GROUP.fullmatch(spec)
     assert match is not None or not spec

@@ -6,13 +6,13 @@
     sampling    reads a row's logits, in float32, once for each pass; its operations are no products of matrices, and
                 noise costs logarithms for a few candidates only: none are counted
 
-They run one after the other, each as long as the slower of its reading and its computing takes (`steps`). Every tile
-is counted as if it read from memory: where the L2 cache holds what neighbouring tiles ask for, attention of many rows
-takes less (`Kernel.bytes_once`).
+The kernels run one after the other. The time of a kernel is that of its reads or that of its operations, whichever is
+longer (`steps`). The formula assumes that every tile reads from memory. If the L2 cache holds data that several tiles
+read, attention of many rows takes less time (`Kernel.bytes_once`).
 
-Left out, each small compared with the rest: activations, KV that is written, the splits of a context, the masked parts
-of tiles, the integers of the noise. Where a model's heads are not known (`PlannedModel.steps`), its KV is read once and
-attention's operations and sampling count nothing.
+The formula ignores small parts: activations, written KV, the splits of a context, the masked parts of tiles, and the
+integers of the noise. If the number of heads is unknown (`PlannedModel.steps`), it counts one read of the KV, no
+operations of attention, and no sampling.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cluster.engine.memory_plan import PlannedModel
 
 _ROUNDING = 1e-9  # rounding error of divided and multiplied rows: it must not add a tile
 _LOGIT_BYTES = 4
-_SHAPING_PASSES = 2  # read, and written for the others to read
+_SHAPING_PASSES = 2  # one read, and one write of the result that the other passes read
 _CUT_PASSES = 3  # the best score, the remainder of min-p, the scores equal to the cut
 _TOP_K_PASSES = 33  # at most all halvings of the scores' 2**32 orders, and one more
 _TOP_P_PASSES = 34  # at most all halvings of the scores' 2**32 orders, and one before
@@ -34,7 +34,7 @@ _TOP_P_PASSES = 34  # at most all halvings of the scores' 2**32 orders, and one 
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Sequences of a step that are alike. Numbers may be fractions: means of steps that differ."""
+    """Sequences of a step with equal numbers of rows and tokens. Numbers may be fractions, as means over steps."""
 
     num_seqs: float
     rows: float  # rows of each sequence
@@ -51,16 +51,16 @@ class Segments:
 
     @property
     def positions_seen(self) -> float:
-        """Positions that all rows attend to, summed; each row attends to the cache, the rows before it and itself."""
+        """Sum over rows of the positions that the row attends to: the cache, the rows before it, and itself."""
         return self.num_seqs * (self.rows * self.cached_tokens + self.rows * (self.rows + 1) / 2)
 
     @property
     def positions(self) -> float:
-        """Positions of all contexts, summed, including the rows' own."""
+        """Sum of the lengths of all contexts, including the rows."""
         return self.num_seqs * (self.cached_tokens + self.rows)
 
     def positions_read(self, rows_per_tile: int) -> float:
-        """Returns the positions that all tiles read, summed; each tile reads up to its last row."""
+        """Returns the sum over tiles of the positions that the tile reads: all positions up to its last row."""
         num_full = max(0, math.ceil(self.rows / rows_per_tile - _ROUNDING) - 1)  # full tiles before the last one
         of_full = num_full * self.cached_tokens + rows_per_tile * num_full * (num_full + 1) / 2
         return self.positions + self.num_seqs * of_full
@@ -75,9 +75,9 @@ def num_rows(step: Step) -> float:
 
 
 def burst_step(num_seqs: float, cached_tokens: float, num_speculative_tokens: int) -> Step:
-    """Returns the mean step of a draft's burst of k steps, whose sequences grow by a token in each.
+    """Returns the mean step of a draft's burst of k steps. Every step adds a token to each sequence.
 
-    Reading is linear in the context, so k mean steps are equal to the burst.
+    The time to read the KV is linear in the context, so k mean steps take as long as the burst.
     """
     return (Segments(num_seqs, 1, cached_tokens + max(0, num_speculative_tokens - 1) / 2),)
 
@@ -87,7 +87,7 @@ class Kernel:
     """One kernel, or all kernels of one kind, in a step."""
 
     name: str
-    reads: str  # the largest part of its bytes
+    reads: str  # name of the data that makes up most of its bytes
     num_bytes: float  # bytes requested from memory
     num_operations: float  # operations on tensor cores
     bytes_once: float  # bytes without repeated reads

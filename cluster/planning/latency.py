@@ -1,15 +1,16 @@
-"""How long a client waits, in the median and at p99: a model of a loop that steps, in three sentences.
+"""Predicts the time that a client waits, in the median and at p99, with a model of the step loop.
 
-1. A step takes the round's time, and longer by what the rows of the prompts in it add; prompts come at random, so
-   their number in a step is Poisson.
+1. A step takes the time of a round plus the time that the rows of its prompts add. Prompts come at random, so their
+   number in a step has a Poisson distribution.
 2. The first token takes the rest of the running step, and the step of its own prompt. A request is more likely to
-   arrive in a longer step. Prompts that came during the same running step share the next one; prompt tokens beyond
+   arrive in a longer step. Prompts that arrive during the same running step share the next step; prompt tokens beyond
    the step's budget take further steps. (With one sequence there is no wait.)
-3. The tokens after it take a random number of rounds: (n + overshoot) / E on average for n tokens. The last round's
-   overshoot is (E[X^2] / E - 1) / 2 of its tokens X, the variance n * Var(X) / E^3 (renewal theory: Cox 1962). Their
-   sum of steps is taken as normal.
+3. The other tokens take a random number of rounds: (n + overshoot) / E on average for n tokens. If X is the number of
+   tokens of a round, the overshoot of the last round is (E[X^2] / E - 1) / 2, and the variance is n * Var(X) / E^3
+   (renewal theory: Cox 1962). The sum of the steps' times is assumed to be normal.
 
-It leaves out requests that queue for memory or come faster than they are answered; `prediction` reports these cases.
+The model ignores requests that queue for memory or come faster than they are answered; `prediction` reports these
+cases.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _PARTS = 40  # parts of the remaining step time
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Latencies in seconds. Between tokens: an answer's time after the first token, divided by the tokens after it."""
+    """Latencies in seconds. Between tokens: time of an answer after its first token, per token after the first."""
 
     first_token: float  # median
     first_token_p99: float
@@ -46,7 +47,10 @@ class StepLoad:
         return len(self.seconds) - 1
 
     def lengths(self) -> list[tuple[float, float]]:
-        """Returns the seconds of a step and their probabilities, in ascending order. The rest counts as a full step."""
+        """Returns pairs of a step's seconds and their probability, in ascending order.
+
+        Steps with more than the maximum number of prompts count as full steps.
+        """
         return [(self.seconds[min(n, self.most_prompts)], p) for n, p in _poisson(self.prompts_a_step)]
 
     @property
@@ -60,9 +64,9 @@ class StepLoad:
 
 
 def token_moments(acceptance_rate: float, num_speculative_tokens: int) -> tuple[float, float]:
-    """Returns mean and variance of the tokens per round: P(more than j) = a**j up to k.
+    """Returns mean and variance of the number X of tokens per round.
 
-    So E[X^2] = sum of (2j + 1) a**j.
+    P(X > j) = a**j for j up to k, so E[X^2] is the sum of (2j + 1) a**j.
     """
     survivals = [acceptance_rate**j for j in range(num_speculative_tokens + 1)]
     mean = sum(survivals)
@@ -70,7 +74,7 @@ def token_moments(acceptance_rate: float, num_speculative_tokens: int) -> tuple[
 
 
 def mean_rounds(acceptance_rate: float, num_speculative_tokens: int, num_tokens: float) -> float:
-    """Returns the mean rounds until `num_tokens` are committed; surplus tokens of the last round are lost."""
+    """Returns the mean number of rounds until `num_tokens` are committed. Surplus tokens of the last round are lost."""
     mean, variance = token_moments(acceptance_rate, num_speculative_tokens)
     overshoot = ((variance + mean**2) / mean - 1) / 2
     return (num_tokens + overshoot) / mean
@@ -104,12 +108,12 @@ def _first_token(load: StepLoad) -> Iterator[tuple[float, float]]:
             full, rest = divmod(num_others, fit)
             own = full * load.seconds[fit] + load.seconds[1 + rest]
             for part in range(_PARTS):
-                # A longer step is more likely to be met.
+                # A request is more likely to arrive in a longer step.
                 yield (part + 0.5) / _PARTS * running + own, probability * running / mean * others / _PARTS
 
 
 def _poisson(mean: float) -> Iterator[tuple[int, float]]:
-    """Yields numbers and their probabilities, except for those more than six deviations from the mean."""
+    """Yields numbers and their probabilities; omits numbers more than about six deviations from the mean."""
     spread = 6.0 * math.sqrt(mean) + 10.0
     for n in range(max(0, math.floor(mean - spread)), math.ceil(mean + spread) + 1):
         yield n, math.exp(n * math.log(mean) - mean - math.lgamma(n + 1)) if mean > 0 else float(n == 0)

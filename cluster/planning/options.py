@@ -15,7 +15,8 @@ from cluster.planning.steps import ASSUMED, Efficiency, NoSteps, Roofline
 # Published: a 7B draft of a 70B target has an acceptance of 0.78 in FP16 and 0.724 in INT4.
 INT4_ACCEPTANCE_SHARE = 0.724 / 0.78
 NGRAM_ACCEPTANCE = 0.3  # published: 0.20 to 0.40
-# Coordination that target or draft waits for, and transport, of one sequence: `bench.coordination`, 2 cores of Zen 5.
+# Time of one sequence for transport and for coordination that target or draft waits for: `bench.coordination`, 2 cores
+# of Zen 5.
 LOCAL_ROUND_TRIP_SECONDS = 0.9e-3
 
 
@@ -46,7 +47,7 @@ class ClusterRequest:
 
 
 def options(request: ClusterRequest) -> Iterator[Option]:
-    """Yields the option without speculation, then the others, all with the same target."""
+    """Yields the option without speculation, then the options with it. All have the same target."""
     alone = Option(
         "no speculation",
         Roofline(request.target, request.target_gpus, request.efficiency),
@@ -71,7 +72,7 @@ def options(request: ClusterRequest) -> Iterator[Option]:
 
 
 def _beside(request: ClusterRequest, alone: Option) -> Option:
-    """Returns the option with the draft on the target's GPUs, sharded as the target is."""
+    """Returns the option with the draft on the target's GPUs, divided among them like the target."""
     steps = Roofline(request.draft, request.target_gpus, request.efficiency)
     return replace(
         alone,
@@ -95,8 +96,8 @@ def _apart(request: ClusterRequest, alone: Option, name: str, draft: PlannedMode
 def _on_host_cpu(request: ClusterRequest, alone: Option) -> Option:
     """Returns the option with the draft on cores of the target's host, at no additional price.
 
-    The draft is in INT8, which is read in half the time, or in INT4 if that is its dtype. INT8 is assumed not to change
-    the acceptance rate.
+    The draft is in INT8, which halves the time to read it, or in INT4 if that is its dtype. INT8 is assumed not to
+    change the acceptance rate.
     """
     draft = request.draft if request.draft.dtype in ("int8", "int4") else replace(request.draft, dtype="int8")
     steps = Roofline(draft.with_wide_head(), request.host_cpu, request.efficiency)

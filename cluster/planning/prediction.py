@@ -1,9 +1,8 @@
-"""Predicts throughput, latency, dollars and memory of each way to place a draft.
+"""Predicts throughput, latency, dollars and memory of each placement of a draft.
 
-Throughput is that of a closed loop (Little 1961): S sequences run at all times. An answer takes its first token's time
-and the rounds of the other tokens, which gives S / (t_first + rounds * t_step) answers a second. A mean step is the
-round and the prompt rows added in it, so prompts delay all sequences that run meanwhile. K is the depth with the most
-answers, prompts included.
+Throughput is that of a closed loop (Little 1961): S sequences run at all times. An answer takes the time to its first
+token and the rounds of its other tokens, so there are S / (t_first + rounds * t_step) answers per second. The mean step
+includes the rows of prompts, so prompts delay all running sequences. K is the depth with the most answers per second.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from cluster.planning.latency import Latency, StepLoad, latency, mean_rounds
 from cluster.planning.round_costs import MAX_DEPTH, Drafting, PredictedRound, plain_round, round_of
 from cluster.planning.steps import StepPredictor
 
-_ITERATIONS = 20  # iterations of a fixed point, which settles in a few
+_ITERATIONS = 20  # iterations to a fixed point; a few are usually enough
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedLoad:
-    """The load of the clients."""
+    """The load that clients cause."""
 
     num_seqs: int  # concurrent sequences on one target
     prompt_tokens: int
@@ -74,10 +73,9 @@ class Option:
         return range(MAX_DEPTH + 1) if given is None else (given,)
 
     def step_seconds(self, round_: PredictedRound, num_seqs: float, load: ExpectedLoad) -> tuple[float, ...]:
-        """Returns the seconds of a round with 0, 1, 2, ... prompts in it, up to those that fit.
+        """Returns the seconds of a round with 0, 1, 2, ... prompts, up to the number that fits into a step.
 
-        The prompts' rows are in a step of the target, and in the draft's first step, for which the other sequences
-        wait.
+        A prompt adds rows to the target's step and to the draft's first step, for which the other sequences wait.
         """
         rows = round_.num_speculative_tokens + 1
         drafting = self.drafting if round_.num_speculative_tokens else None
@@ -162,7 +160,10 @@ def dollars_per_million_tokens(dollars_per_hour: float, tokens_per_second: float
 def most_sequences(
     option: Option, load: ExpectedLoad, first_token_p99: float, between_tokens_p99: float, limit: int
 ) -> int:
-    """Returns the most sequences, at most `limit`, whose p99 latencies are within these seconds; 0 if none."""
+    """Returns the maximum number of sequences, up to `limit`, with p99 latencies within the given seconds.
+
+    Returns 0 if one sequence already exceeds them.
+    """
     low, high = 0, limit
     option, load = replace(option, budgets=()), replace(load, requests_per_second=None)
     while low < high:
@@ -189,7 +190,7 @@ def _steady(option: Option, num_seqs: int, load: ExpectedLoad) -> _Steady:
 
 
 def _steady_at(option: Option, num_seqs: int, load: ExpectedLoad, depth: int) -> _Steady:
-    """Returns the closed loop of `num_seqs` sequences; those that wait for their first token do not decode."""
+    """Returns the steady state of `num_seqs` sequences at `depth`. Some of them wait for their first token."""
     decoding, prompts_a_step = float(num_seqs), 0.0
     rounds = mean_rounds(option.acceptance_rate, depth, load.answer_tokens - 1)
     for _ in range(_ITERATIONS):
@@ -198,14 +199,14 @@ def _steady_at(option: Option, num_seqs: int, load: ExpectedLoad, depth: int) ->
         mean = step.mean_seconds
         first = step.seconds[1] + (0.0 if step.is_alone else mean / 2)
         rate = num_seqs / (first + rounds * mean)
-        # Halfway: a longer step brings more prompts, which lengthen it.
+        # Damped by half, because a longer step brings more prompts, which lengthen the step.
         decoding = (decoding + max(1.0, num_seqs - rate * first)) / 2
         prompts_a_step = 0.0 if num_seqs == 1 else (prompts_a_step + rate * mean) / 2
     return _Steady(one, step, rate)
 
 
 def _sized(option: Option, load: ExpectedLoad, most: int) -> tuple[int, int, float]:
-    """Returns the number of targets for the requests, sequences on each, and the requested share of their capacity."""
+    """Returns the number of targets for the requests, the sequences of each, and the used share of their capacity."""
     assert load.requests_per_second is not None
     num_targets = math.ceil(load.requests_per_second / _steady(option, most, load).answers_per_second)
     own = load.requests_per_second / num_targets
@@ -229,5 +230,5 @@ def _share(option: Option, round_: PredictedRound, num_devices: int, fitting: Se
 
 
 def _num_sharing(round_: PredictedRound) -> int:
-    """Returns the number of targets that share a draft device of a pool, as far as its time allows."""
+    """Returns the number of targets for which a draft device of a pool has enough time."""
     return max(1, int(min(round_.targets_fed, 1e6)))

@@ -1,12 +1,12 @@
-"""The published figures of the cluster this project was modelled on, and the limits of its GPUs.
+"""The published figures of the cluster that this project was modelled on, and the limits of its GPUs.
 
-Both floors follow from the data sheet, at full bandwidth and peak, without KV, all-reduces or any other work:
+Both limits follow from the data sheet, at full bandwidth and peak, without KV, all-reduces or any other work:
 
-    ms a token    a round is no shorter than reading the weights, once for the target and k times for the draft, even if
-                  both overlap perfectly: max(t_verify, k * t_draft) / E; their sum if they share GPUs
+    ms a token    a round takes at least the time to read the weights, once for the target and k times for the draft,
+                  even if both overlap perfectly: max(t_verify, k * t_draft) / E; their sum if they share GPUs
     tokens/s      every token costs (k + 1) / E rows of 2 * parameters FLOPs on the target
 
-Acceptance is the published one of the draft.
+The acceptance is the published acceptance of the draft.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def floor(row: PublishedRow) -> Floor:
         draft_seconds = Roofline(row.draft, row.draft_gpus, IDEAL).read_seconds(linears(row.draft, 1))
     tokens = expected_tokens(row.acceptance_rate, k)
     verify_seconds = target.read_seconds(verified)
-    overlaps = row.draft_gpus != row.target  # on the same GPUs nothing overlaps
+    overlaps = row.draft_gpus != row.target  # target and draft cannot overlap on the same GPUs
     seconds = round_seconds(k * draft_seconds, verify_seconds, overlaps=overlaps)
     return Floor(
         tokens,

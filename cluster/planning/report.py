@@ -15,7 +15,7 @@ _BELOW, _ABOVE = "*", "+"
 
 
 def plans_table(plans: Sequence[Plan], limits: Sequence[int] | None = None) -> str:
-    """Returns the plans as a table. `limits`: the most sequences of each plan within the requested latencies."""
+    """Returns the plans as a table. `limits`: for each plan, the maximum sequences within the requested latencies."""
     header = ["", "K", "tokens a round", "draft + net + verify ms", "tokens/s", "first token ms, p99"]
     header += ["between tokens ms, p99", "pause p99", "$/M tokens", "sequences, fit", "draft GPUs a target"]
     rows = [[*header, *(["within limits"] if limits is not None else [])]]

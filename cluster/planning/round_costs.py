@@ -4,17 +4,17 @@
     round      (1 - h) (k * t_draft(S) + round trip) + t_verify(S * (k + 1)) for all S sequences, and at least
                k * t_draft(S); t_verify(S) alone if k = 0
 
-h is the share of drafting and round trip that is hidden behind verification, as the draft worker runs ahead on a device
-of its own (`RUN_AHEAD_HIDES`). Targets that share a draft device also share its time for running ahead, so each has an
+h is the share of drafting and round trip that overlaps with verification, because the draft worker runs ahead on its
+own device (`RUN_AHEAD_HIDES`). Targets that share a draft device also share its time for running ahead, so each gets an
 equal part of h.
 
-A draft device is busy for k * t_draft of a round without run-ahead, so it feeds
+A draft device is busy for k * t_draft of a round without run-ahead. So if the rounds of the targets are staggered, it
+can draft without delay for
 
     round / (k * t_draft) = 1 + (t_verify + round trip) / (k * t_draft)
 
-targets without making one wait, if their rounds are staggered. (The converse, 1 + (k * t_draft + round trip) /
-t_verify, is the number of cohorts whose rounds would keep a target busy at all times: while one is verified the others
-are drafted for.)
+targets. (Conversely, with 1 + (k * t_draft + round trip) / t_verify cohorts of sequences a target would be busy at all
+times: it verifies one cohort while the others get their drafts.)
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from cluster.planning.steps import StepPredictor
 from cluster.speculation.speed import expected_tokens, round_seconds
 
 MAX_DEPTH = 16
-# Fitted to `bench.pool`: plans are within 20 % of 85 of its 88 cells, 1.00 of them in the median (docs/PLANNING.md).
-# Without it they are up to 43 % too low.
+# Fitted to `bench.pool`: plans are within 20 % of the measurement in 85 of 88 cells, with a median ratio of 1.00
+# (docs/PLANNING.md). Without this share plans are up to 43 % too low.
 RUN_AHEAD_HIDES = 0.7
 
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """The draft: the times of its steps, its acceptance rate, and its distance."""
+    """The draft: its step times, its acceptance rate, and its round trip."""
 
     steps: StepPredictor
     acceptance_rate: float
@@ -42,7 +42,7 @@ class Drafting:
     is_one_pass: bool = False  # whether one step makes all drafts of a round
 
     def seconds(self, num_seqs: float, context: float, num_speculative_tokens: int) -> float:
-        """Returns the time in which `num_speculative_tokens` are drafted for each of `num_seqs` sequences."""
+        """Returns the seconds to draft `num_speculative_tokens` tokens for each of `num_seqs` sequences."""
         if self.is_one_pass:
             return self.steps.seconds((Segments(num_seqs, num_speculative_tokens + 1, context),))
         return num_speculative_tokens * self.steps.seconds(burst_step(num_seqs, context, num_speculative_tokens))
@@ -54,14 +54,14 @@ class PredictedRound:
 
     num_speculative_tokens: int
     num_tokens: float  # mean tokens committed per sequence
-    draft_seconds: float  # k steps of the draft, or one
+    draft_seconds: float  # time of the draft's k steps, or of its single step
     round_trip_seconds: float
     verify_seconds: float
     hidden_share: float = 0.0  # hidden share of `draft_seconds` and `round_trip_seconds`
 
     @property
     def seconds(self) -> float:
-        """Seconds from a sequence's commitment to its next."""
+        """Seconds from one commit of a sequence to its next commit."""
         exposed = 1 - self.hidden_share
         apart = round_seconds(exposed * self.draft_seconds, self.verify_seconds, exposed * self.round_trip_seconds)
         return max(apart, self.draft_seconds)
@@ -72,7 +72,7 @@ class PredictedRound:
 
     @property
     def targets_fed(self) -> float:
-        """Targets that one draft device feeds, if their rounds are staggered."""
+        """Number of targets for which one draft device can draft without delay, if their rounds are staggered."""
         without_run_ahead = round_seconds(self.draft_seconds, self.verify_seconds, self.round_trip_seconds)
         return without_run_ahead / self.draft_seconds if self.draft_seconds else float("inf")
 

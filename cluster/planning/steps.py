@@ -1,10 +1,11 @@
 """The time of a forward pass, by the roofline of the GPUs or as measured.
 
     kernel    max(bytes / bandwidth, operations / peak), of linears, attention and sampling (`kernels`)
-    step      their sum, as they run one after the other, + 2 * layers * all-reduce (on several GPUs) + a fixed time
+    step      the sum over kernels, which run one after the other, + 2 * layers * all-reduce (on several GPUs) + a fixed
+              time
 
-The roofline is that of Williams, Waterman, Patterson (CACM 2009). A decode step is bound by reading weights, so a
-verify step of few rows costs as much: speculation depends on that.
+The roofline is that of Williams, Waterman, Patterson (CACM 2009). Reading weights takes most of a decode step, so a
+verify step with few rows takes about the same time. Speculation depends on this.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class StepPredictor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Shares of a data sheet that are reached. Assumptions: this project did not measure them on a GPU."""
+    """Shares of the data sheet's figures that programs reach. Assumed: this project did not measure them on a GPU."""
 
     bandwidth: float = 0.8
     compute: float = 0.6
@@ -57,7 +58,7 @@ class Roofline:
     def parts(self, step: Step) -> dict[str, float]:
         """Returns the seconds by bottleneck.
 
-        These are `weights`, `KV` or `logits` if it is reading these, `arithmetic`, `all-reduces` and `fixed`.
+        The bottlenecks are the reads of `weights`, `KV` and `logits`, and `arithmetic`, `all-reduces` and `fixed`.
         """
         parts = dict.fromkeys(BOUNDS, 0.0)
         for kernel in step_kernels(self.model, step, self.logit_passes):
@@ -82,7 +83,7 @@ class Roofline:
 
 @dataclass(frozen=True)
 class MeasuredSteps:
-    """Steps that are linear between measurements, and include the KV that was read in these."""
+    """Steps interpolated linearly between measurements, which include the reads of the KV at that time."""
 
     points: tuple[tuple[int, float], ...]  # rows, seconds
 
@@ -96,7 +97,7 @@ class MeasuredSteps:
 
 @dataclass(frozen=True, slots=True)
 class NoSteps:
-    """Steps of a drafter whose proposals cost next to nothing, such as n-gram."""
+    """Steps of a drafter whose proposals take almost no time, such as n-gram."""
 
     def seconds(self, step: Step) -> float:
         return 0.0

@@ -1,6 +1,6 @@
 """A cluster in virtual time: traffic, the router's choice, and targets that share draft workers.
 
-Targets run their real step loops, each with a clock of its own (`turns`); requests are events between their steps.
+Each target runs its real step loop with its own clock (`turns`). Requests are events between the steps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class InFlight:
     """Requests of the router at one target."""
 
     number: int = 0
-    without_token: dict[int, Arrival] = field(default_factory=dict)  # those without a first token, by number
+    without_token: dict[int, Arrival] = field(default_factory=dict)  # requests without a first token, by number
 
 
 Choose = Callable[[Arrival, Sequence[InFlight]], int]
@@ -54,7 +54,7 @@ class MeasuredSpan:
     warm_up: float
     until: float
     interval: float = 10.0
-    is_cut: bool = False  # the run ends at `until`; otherwise when all requests are answered
+    is_cut: bool = False  # True: the run ends at `until`; False: it ends when all requests are answered
 
 
 class SimulatedCluster:
@@ -72,7 +72,8 @@ class SimulatedCluster:
     ) -> None:
         """Builds the cluster of `config` with `num_blocks` KV blocks for each target.
 
-        `choose` is called for each request that is not refused. Raises ConfigurationError for what cannot be simulated.
+        `choose` returns the target of each request that is not refused. Raises ConfigurationError if `config` cannot be
+        simulated.
         """
         check(config)
         self._config = config
@@ -136,7 +137,7 @@ class SimulatedCluster:
         return _Target(index, engine, time)
 
     def run(self, on_progress: Callable[[float], None] = lambda seconds: None) -> None:
-        """Runs the traffic to its end; calls `on_progress` with the virtual time about once per second of it."""
+        """Runs the traffic to its end. Calls `on_progress` with the time about once per virtual second."""
         arrivals = self._traffic.arrivals()
 
         def next_arrival() -> None:
@@ -174,7 +175,7 @@ class SimulatedCluster:
     def _ask(self, arrival: Arrival) -> None:
         """Handles a request as the router does (`Admission`, `ReplicaPool.find`).
 
-        Refuses it if there are too many, otherwise chooses a target.
+        Refuses the request if too many are in flight. Otherwise chooses a target for it.
         """
         number = self.recorder.arrived(arrival.seconds, arrival.answer_tokens)
         if self._num_in_flight >= self._config.router.max_waiting_requests:
@@ -209,7 +210,7 @@ class SimulatedCluster:
         target.in_flight.without_token.pop(number, None)
 
     def _answered(self, number: int, at: float) -> None:
-        """Records that a client has its whole answer; it may send a further request."""
+        """Records that a client has its whole answer, and schedules the client's next request, if any."""
         request = self._running.pop(number)
         self._leave(request.target, number)
         self._now = max(self._now, at)
@@ -269,7 +270,7 @@ class _Target:
 
 @dataclass(slots=True)
 class _Request:
-    """A request at its target, and what its client has of the answer."""
+    """A request at its target, and the part of the answer that its client has."""
 
     arrival: Arrival
     target: _Target
@@ -289,12 +290,12 @@ class _Request:
 
 
 def _drafts_in_turn(config: Config) -> bool:
-    """Returns whether drafts are made in the thread of the target's steps."""
+    """Returns True if drafters compute in the thread of the target's steps."""
     return config.drafts_in_process and config.draft.in_process_threads != "own"
 
 
 def _num_drafts(config: Config) -> int:
-    """Returns the number of drafters: in all, or per target if each has its own."""
+    """Returns the number of drafters: in total or, if each target has its own, per target."""
     if config.drafts_in_process:
         return 1
     return config.draft.replicas if config.has_draft_workers else 0
@@ -316,7 +317,7 @@ def check(config: Config) -> None:
 
 
 def _check_times(simulation: SimulationConfig) -> None:
-    """Checks the times of steps: with steps of no time a run would not end, and far longer ones lose precision."""
+    """Raises ConfigurationError for step times of 0, with which a run would not end, and for extremely long times."""
     for name, times, least in (
         ("target_step_ms", [ms for _, ms in simulation.target_step_ms], _MIN_STEP_MS),
         ("draft_step_ms", [ms for _, ms in simulation.draft_step_ms], 0.0),

@@ -1,7 +1,8 @@
 """Draft workers in virtual time: the real `DraftWorker`, and links that deliver messages after half a round trip.
 
-A draft worker has a clock that lags behind those of its targets. It takes its turns while a target polls its links, at
-times that no target's clock is behind: every message that can have arrived by then has been sent (`turns`).
+The clock of a draft worker lags behind the clocks of its targets. The worker takes its turns while a target polls its
+links, at a time that all targets' clocks have reached. So every message that can arrive by that time has been sent
+(`turns`).
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class VirtualDraft:
         self._look_ahead()
 
     def kill(self) -> None:
-        """Ends the worker, which loses its sequences; `start` starts a new one."""
+        """Ends the worker, which loses its sequences. `start` starts a new worker."""
         self.is_up = False
         self._inbox.clear()
         for link in self.links:
@@ -102,7 +103,7 @@ class VirtualDraft:
             self._look_ahead()
 
     def step(self) -> None:
-        """Runs one turn of the worker's loop at `due_at`. Everything that arrives by then must have been sent."""
+        """Runs one turn of the worker's loop at `due_at`. All messages that arrive by then must have been sent."""
         due_at = self._stepped_at = self.due_at
         while self._inbox and self._inbox[0][0] <= due_at:
             self.time.seconds, link, request = self._inbox.popleft()  # the worker records the arrival
@@ -137,7 +138,7 @@ class VirtualLink:
         self.attach()
 
     def attach(self) -> None:
-        """Attaches to the draft's worker, which is a new one."""
+        """Attaches the link to the draft's new worker."""
         self._number = self.draft.worker.attach(self._deliver)
 
     def send(self, request: SpeculateRequest) -> None:
@@ -194,13 +195,13 @@ class VirtualPool(LinkPool):
         return [happened for happened in events if self._is_heard(happened)]
 
     async def run(self, endpoints: AsyncIterator[Sequence[str]]) -> None:
-        """The links are up from the start."""
+        """Does nothing: the links are up from the start."""
 
     def readings(self) -> Iterator[Reading]:
         return iter(())
 
     def _returns_at(self) -> float:
-        """Returns the time at which the poll returns, as far as known now."""
+        """Returns the time at which the poll returns if no further message is sent."""
         comes_at = self._coming[0][0] if self._coming else NEVER
         return max(self._polled_at, min(self._polls_until, comes_at))
 
@@ -209,6 +210,6 @@ class VirtualPool(LinkPool):
         return min(self._returns_at(), min([draft.due_at for draft in self.drafts], default=NEVER))
 
     def _is_heard(self, happened: LinkEvent) -> bool:
-        """Returns False for a reply whose worker has died meanwhile."""
+        """Returns False for a reply whose worker has died in the meantime."""
         assert isinstance(happened.link, VirtualLink)
         return isinstance(happened.event, LinkState) or happened.link.draft.is_up

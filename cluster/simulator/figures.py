@@ -1,4 +1,4 @@
-"""Records steps and requests, and makes the figures of a run from them."""
+"""Records steps and requests, and computes the figures of a run from the records."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Interval:
 @dataclass(frozen=True, slots=True)
 class WorkerFigures:
     name: str
-    utilization: float  # share of the time that it computed
+    utilization: float  # share of the time that the worker computed
     tokens_per_second: float = 0.0  # throughput of a target
     wait_share: float = 0.0  # share of the time that a target waited for proposals
     mean_batch: float = 0.0  # sequences in a draft worker's step
@@ -51,7 +51,7 @@ class WorkerFigures:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures of the time after the warm-up; latencies are those of answered requests that arrived after it."""
+    """Figures of the time after the warm-up. Latencies cover answered requests that arrived after the warm-up."""
 
     seconds: float
     tokens_per_second: float
@@ -116,7 +116,7 @@ class _Drafting:
 
 
 class Recorder:
-    """Records steps and requests. `after_seconds`: from the end of a step until a client has its tokens."""
+    """Records steps and requests. `after_seconds`: time from the end of a step until a client has its tokens."""
 
     def __init__(
         self, num_targets: int, num_drafts: int, warm_up: float, until: float, interval: float, after_seconds: float
@@ -235,7 +235,7 @@ class Recorder:
 
     def _interval_of(self, number: int, sums: _Sums, ended_at: float) -> Interval:
         start = number * self._interval
-        is_cut = ended_at <= self._until < start + self._interval  # no step was observed after it
+        is_cut = ended_at <= self._until < start + self._interval  # no step was observed after `ended_at`
         waiting = sum(total / steps for total, steps in sums.waiting.values())
         return Interval(
             start,

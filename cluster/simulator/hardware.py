@@ -24,10 +24,11 @@ class OnGpus:
 
 
 def steps_of(config: Config, target: OnGpus | None, draft: OnGpus | None, mean_context: float) -> Config:
-    """Returns `config` with the simulated steps of models on GPUs, as far as these are given.
+    """Returns `config` with simulated step times of the models on GPUs; None leaves a model's times as they are.
 
-    The target's step is a curve over its rows, with nothing cached, and a time for each sequence: that of reading
-    `mean_context` tokens of its KV cache once. The draft's is a curve over its sequences, with the same number cached.
+    The target's step time is a curve over rows without cached tokens, plus a time for each sequence to read
+    `mean_context` cached tokens once. The draft's step time is a curve over sequences with `mean_context` cached
+    tokens.
     """
     changed: dict[str, object] = {}
     if target is not None:
@@ -45,10 +46,10 @@ def steps_of(config: Config, target: OnGpus | None, draft: OnGpus | None, mean_c
 
 
 def num_kv_blocks(config: Config, target: OnGpus | None, kv_tokens: int | None) -> int:
-    """Returns the KV blocks of a target. Raises ConfigurationError if there are none.
+    """Returns the number of KV blocks of a target. Raises ConfigurationError if there is no room for a block.
 
-    They hold `kv_tokens`, or fill the memory that the weights leave on its GPUs, or are those of a simulated target of
-    `config`.
+    The blocks hold `kv_tokens` tokens. If `kv_tokens` is None, they fill the memory of the GPUs of `target` that the
+    weights leave free. If `target` is None too, they fill `target.kv_cache_bytes`.
     """
     size = config.target.block_size
     if kv_tokens is not None:
@@ -68,7 +69,7 @@ def num_kv_blocks(config: Config, target: OnGpus | None, kv_tokens: int | None) 
 
 
 def dollars_per_hour(config: Config, of_target: float | None, of_draft: float | None) -> float | None:
-    """Returns the price of the whole cluster; None if unknown. Drafts on their targets' hosts cost nothing more."""
+    """Returns the price of the whole cluster; None if unknown. Drafts on the targets' host CPUs are free."""
     num_drafts = 0
     if config.has_draft_workers and not config.drafts_on_host_cpu:
         num_drafts = config.draft.replicas * (config.target.replicas if config.has_sidecars else 1)

@@ -1,7 +1,7 @@
 """Time that programs need in addition to the configured steps.
 
 Measured by `python -m bench.simulate --parts overheads` on two cores of a Sapphire Rapids Xeon, with all programs on
-that machine and 8 to 16 sequences. The time of hundreds of sequences is an extrapolation.
+that machine and 8 to 16 sequences. Times for hundreds of sequences are extrapolated.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 
 from cluster.simulator.figures import Figures, Percentiles, WorkerFigures
 
-_MOST_INTERVALS = 20  # intervals that are printed; the JSON has all
+_MOST_INTERVALS = 20  # maximum number of printed intervals; the JSON has all
 
 
 def table(figures: Figures) -> str:

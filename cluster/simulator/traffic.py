@@ -13,7 +13,7 @@ import numpy as np
 
 from cluster.errors import ConfigurationError
 
-# Larger values are errors, and a run with them would not end.
+# Larger values are mistakes: a run with them would not end.
 _MAX_SECONDS = 31_622_400.0  # a year
 _MAX_REQUESTS = 100_000_000
 _MAX_STREAMS = 1_000_000
@@ -50,7 +50,7 @@ class Traffic(Protocol):
         """Yields the requests that do not depend on answers."""
 
     def after(self, answer: EndedRequest) -> Arrival | None:
-        """Returns the request that follows the one of `answer`, or None."""
+        """Returns the request that the client sends after `answer`; None if it sends no further request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +86,8 @@ class Lengths:
 class OpenTraffic:
     """Requests at a random rate: independent of each other (Poisson), or in bursts.
 
-    The times between two requests are gamma-distributed with shape `1 / burstiness`: at 1 exponential, at 4 twice as
-    spread out.
+    The times between two requests are gamma-distributed with shape `1 / burstiness`. With a burstiness of 1 this is the
+    exponential distribution; with 4 its standard deviation is twice as large.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class OpenTraffic:
                 f"{requests_per_second:g} requests a second for {seconds:g} s: both must be above 0, and make "
                 f"{_MAX_REQUESTS:,} requests within {_MAX_SECONDS:,.0f} s (a year) at most"
             )
-        # Beyond these limits floating point fails: all requests would arrive at once, or never.
+        # Beyond these limits floating-point numbers fail: all requests would arrive at once, or never.
         if not _MIN_BURSTINESS <= burstiness <= _MAX_BURSTINESS:
             raise ConfigurationError(
                 f"burstiness {burstiness:g}: write one from {_MIN_BURSTINESS:g} to {_MAX_BURSTINESS:g}"
@@ -128,7 +128,7 @@ class OpenTraffic:
 class ClosedTraffic:
     """Streams that send their next request when the last is answered, until `seconds`.
 
-    They start evenly over `ramp_seconds`.
+    The streams start evenly distributed over `ramp_seconds`.
     """
 
     def __init__(

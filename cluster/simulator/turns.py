@@ -1,18 +1,18 @@
 """Virtual time: clocks that only advance when their owner sleeps, and the order in which several clocks continue.
 
-Each target of a cluster has a clock and runs its real step loop in its own thread. One thread runs at a time. Wherever
-a step loop lets time pass (a step, a wait for proposals) it names the time at which it is due and hands over to the
-target that is due first. Causality follows from three rules:
+Each target of a cluster has a clock and runs its real step loop in its own thread. One thread runs at a time. When a
+step loop lets time pass (a step, a wait for proposals), it sets the time at which it is due, and lets the target run
+that is due first. Three rules guarantee causality:
 
-- A target that sleeps is due at the end of its sleep. One that polls its links is due when the poll ends, when the
-  first message arrives, or when one of its draft workers takes a turn, whichever is first. Another target's turn may
-  change that, so it is computed again whenever another thread has run.
+- A target that sleeps is due at the end of its sleep. A target that polls its links is due when the poll ends, when the
+  first message arrives, or when one of its draft workers takes a turn, whichever is first. Turns of other targets may
+  change this time, so it is computed again whenever another thread has run.
 - A target continues, and lets a draft worker take a turn, only if no other target and no event of the traffic is due
-  before that. All clocks have then reached that time, so everything that can arrive by then has been sent.
-- A message is sent at its sender's clock, the earliest of all at that moment, and takes no negative time. It therefore
-  never arrives before a turn that its draft worker has already taken (`drafts` asserts that).
+  earlier. All clocks have then reached this time, so every message that can arrive by this time has been sent.
+- The clock of a message's sender is the earliest of all clocks, and no transfer takes negative time. So a message never
+  arrives before a turn that its draft worker has already taken (`drafts` asserts this).
 
-The order at one instant is: events, then the thread that runs, then targets by their number.
+At equal times events come first, then the running thread, then the other targets by number.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class VirtualTime:
         self.seconds = max(self.seconds, deadline)
 
     def let_others(self, due_at: Callable[[], float]) -> None:
-        """Returns once nothing else in the cluster is due before `due_at()`, which may change meanwhile."""
+        """Returns once nothing else in the cluster is due before `due_at()`. The result of `due_at` may change."""
 
 
 class TargetTime(VirtualTime):
-    """Clock of one of several targets, which continue in the order that `turns` keeps."""
+    """Clock of one of several targets. `Turns` determines the order in which they continue."""
 
     def __init__(self, turns: Turns) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class TargetTime(VirtualTime):
 
 
 class Over(BaseException):
-    """Ends the step loops when the run is over. Not an Exception, so that no handler in a step loop takes it."""
+    """Ends the step loops when the run is over. Not an Exception, so that handlers in the step loops ignore it."""
 
 
 class Turns:
@@ -79,7 +79,7 @@ class Turns:
         return self.clocks[-1]
 
     def at(self, seconds: float, event: Callable[[], None]) -> None:
-        """Schedules `event`, before anything else that is due at that time. An event that raises Over ends the run."""
+        """Schedules `event` before all targets that are due at that time. If `event` raises Over, the run ends."""
         heapq.heappush(self._events, (seconds, next(self._numbers), event))
 
     def run(self, loops: Sequence[Callable[[], None]]) -> None:

@@ -1,6 +1,6 @@
 """A simulated target and its draft workers in virtual time, stepped by the caller.
 
-Nothing sleeps and nothing goes over a network: a minute of a cluster takes a few seconds, and every run is the same.
+There are no sleeps and no network: a minute of a cluster takes a few seconds, and every run has the same result.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def simulated_request(
     num_speculative_tokens: int | None,
     token_ids: Sequence[int] = (),
 ) -> GenerationRequest:
-    """Returns a request to a simulated target, whose answer depends on `seed` alone.
+    """Returns a request to a simulated target. The answer depends only on `seed`.
 
-    Without `token_ids` its prompt has `prompt_len` tokens, and shares no KV with other requests.
+    Without `token_ids`, the prompt has `prompt_len` tokens and shares no KV with other requests.
     """
     return GenerationRequest(
         request_id=str(seed),
@@ -48,7 +48,7 @@ def simulated_request(
 
 @dataclass(slots=True)
 class VirtualCluster:
-    """One target and its `drafts`; without these, the draft workers of `config`, all alike."""
+    """One target and its `drafts`. Without `drafts`, it has the draft workers of `config`, which are identical."""
 
     config: Config
     drafts: Sequence[SimulatedDraft] = ()
@@ -82,7 +82,7 @@ class VirtualCluster:
         return request.request_id
 
     def run(self, seconds: float) -> float:
-        """Steps for `seconds` while there are requests; returns the tokens that were committed per second."""
+        """Runs steps for `seconds` while there are requests. Returns the committed tokens per second."""
         started_at, before = self.time.now(), self.num_tokens
         while self.time.now() < started_at + seconds and self.step():
             pass

@@ -16,7 +16,7 @@ from cluster.targets.token_generator import Scheduled
 
 
 class RecordedTarget(SimulatedTarget):
-    """Target that keeps its `last_step`; None if the last turn of its loop computed nothing."""
+    """Target that stores its `last_step`; None if the last turn of its loop computed nothing."""
 
     def __init__(self, *arguments: Any, overheads: Overheads) -> None:
         super().__init__(*arguments)
@@ -41,7 +41,7 @@ class RecordedTarget(SimulatedTarget):
     def _time(
         self, step: Sequence[Scheduled], prompts: Sequence[PromptPart], num_rows: int, seconds: float
     ) -> StepTiming:
-        seconds -= self._overheads.seconds(len(step))  # real engines do not include it in a step's time
+        seconds -= self._overheads.seconds(len(step))  # real engines do not count overheads as part of a step
         waited = self._coordinator.stats.wait_seconds
         num_step_rows = sum([scheduled.num_new_tokens + len(scheduled.drafts.token_ids) for scheduled in step])
         self.last_step = StepFigures(seconds, waited - self._waited_before, num_step_rows, len(self._scheduler.waiting))
