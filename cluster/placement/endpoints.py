@@ -2,11 +2,11 @@
 
     host:port       one worker
     dns:name:port   one worker at every address (A and AAAA) of the name
-    file:path       the workers that a file lists, one host:port a line; blank lines and text after a # are ignored;
-                    labels of its place may follow an address: host:port host=h2 zone=b region=r
+    file:path       the workers in a file, one host:port a line; blank lines and text after a # are ignored; labels of
+                    the worker's place may follow the address: host:port host=h2 zone=b region=r
 
-Names and files are polled, because neither can report changes on every system. If one cannot be read, the last list
-stays valid: workers do not go away with the directory that lists them.
+Names and files are polled, because not every system can report their changes. If a name or file cannot be read, its
+last list stays valid, because the workers probably still run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 DNS_INTERVAL_S = 3.0
 FILE_INTERVAL_S = 0.5
-_FIRST_LOOK_S = 2.0  # a name server that is silent for longer does not delay other sources
+_FIRST_LOOK_S = 2.0  # maximum wait for the first lookup, so that a silent name server does not delay other sources
 _WILDCARD_HOSTS = ("0.0.0.0", "[::]")
 
 _FileState = tuple[int, int, int]
@@ -40,9 +40,9 @@ async def follow_addresses(addresses: Sequence[str]) -> AsyncIterator[Sequence[s
 
 
 async def follow(addresses: Sequence[str]) -> AsyncIterator[Sequence[str]]:
-    """Yields the endpoints of `addresses`, each once and in order: now, and after every change.
+    """Yields the list of endpoints of `addresses`, first at the start and then after every change.
 
-    An endpoint is a line as `Endpoint` has it: an address, and the labels of its place if a file gives some.
+    A list has no duplicates. `Endpoint` defines the format of its lines: an address, and labels if a file gives some.
     """
     sources = [_source(address) for address in addresses]
     changed = asyncio.Event()
@@ -146,7 +146,7 @@ class _Name(_Source):
 
 
 class _File(_Source):
-    """A file of endpoints. A change is read only when two polls agree, because the file may still be being written."""
+    """A file of endpoints. Reads a change only when two polls agree, because a program may still write the file."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -166,12 +166,12 @@ class _File(_Source):
             except (OSError, ValueError) as error:
                 self._keep(error.strerror or str(error) if isinstance(error, OSError) else str(error))
                 if isinstance(error, OSError):
-                    read = seen = None  # read it again once it is back, even if it is unchanged
+                    read = seen = None  # when the file is back, read it even if it is unchanged
             await asyncio.sleep(FILE_INTERVAL_S)
 
 
 def _state_of(path: Path) -> _FileState:
-    """Returns a state that differs after every change of the file's time, its size or the file behind its name."""
+    """Returns the file's time, size and inode, which together change whenever the file is edited or replaced."""
     status = os.stat(path)
     return status.st_mtime_ns, status.st_size, status.st_ino
 

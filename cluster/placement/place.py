@@ -24,12 +24,12 @@ class Place:
 
     @classmethod
     def own(cls, placement: PlacementConfig, environment: Mapping[str, str]) -> Place:
-        """Returns this program's place, from its configuration, then from its environment."""
+        """Returns this program's place. Labels of the configuration take precedence over the environment's."""
         names = [field.name for field in fields(cls)]
         return cls(*[getattr(placement, name) or environment.get(_ENVIRONMENT.format(name.upper())) for name in names])
 
     def round_trip_to(self, other: Place) -> float | None:
-        """Returns the estimated round trip in seconds; None if the labels do not suffice."""
+        """Returns the estimated round trip in seconds; None if the places have no label in common."""
         is_same = {
             field.name: getattr(self, field.name) == getattr(other, field.name)
             for field in fields(self)

@@ -1,8 +1,8 @@
 """The live workers of a cluster: place, model and load, as recently announced. No I/O; callers pass the time.
 
-It is soft state. A worker announces itself about every second and is forgotten after a period of silence. So a lost
-registry is replaced by an empty one that fills again. Until that has settled, its lists only add to those that callers
-have, so that no caller loses a worker because the registry is new.
+A registry is soft state. Workers announce themselves about every second, and the registry forgets a worker after a
+period of silence. A lost registry is replaced by an empty one, which fills again. Until the new registry has settled,
+callers only add its workers to the lists that they have, so that no caller loses a worker.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from cluster.speculation.demand import DraftDemand
 
 Pool = Literal["router", "target", "draft"]
 
-_FENCE_SECONDS = 120.0  # a delayed announcement arrives within this time
+_FENCE_SECONDS = 120.0  # maximum delay of an announcement
 
 
 @dataclass(frozen=True, slots=True)
 class NodeLabels(Place):
-    """Location of a worker and its hardware; None: the node does not report it."""
+    """Location and hardware of a worker. None: the node does not report the label."""
 
     accelerator: str | None = None
 
@@ -33,14 +33,15 @@ class Load:
     num_waiting: int = 0
     num_waiting_tokens: int = 0  # tokens of the waiting sequences
     kv_use: float = 0.0  # share of the KV blocks
-    demand: DraftDemand | None = None  # demand of a target that has measured what drafts gain
+    demand: DraftDemand | None = None  # demand of a target for drafts; None: not measured yet
 
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
     """A worker's announcement of itself.
 
-    `epoch` grows with every start of a program: if two programs have one address, or one replica, the greater is valid.
+    `epoch` grows with every start of a program. If two programs have the same address or replica, the one with the
+    larger epoch is valid.
     """
 
     replica: str
@@ -54,7 +55,7 @@ class Announcement:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A pool in a registry. Versions belong to one registry (`incarnation`); another one starts over."""
+    """The state of a pool in a registry. `incarnation` identifies the registry; each registry has its own versions."""
 
     incarnation: int
     version: int
@@ -63,19 +64,19 @@ class View:
 
     @property
     def stamp(self) -> tuple[int, int]:
-        """Identifier of this state of the list, different from that of every other state."""
+        """Unique identifier of this state of the list."""
         return self.incarnation, self.version
 
 
 def endpoints_after(last: Sequence[Endpoint], view: View) -> tuple[Endpoint, ...]:
-    """Returns the new list of a caller that had `last`."""
+    """Returns the new list of a caller with the list `last`."""
     current = {member.address: Endpoint(member.address, member.node) for member in view.members}
     known = {endpoint.address: endpoint for endpoint in last}
     return tuple((current if view.is_settled else known | current).values())
 
 
 class Registry:
-    """The registry. Times are seconds of one monotonic clock."""
+    """A registry. All times are seconds of the same monotonic clock."""
 
     def __init__(self, incarnation: int, config: PlacementConfig, now: float) -> None:
         self._incarnation = incarnation
@@ -86,12 +87,12 @@ class Registry:
         self._version = 0
         self._members: dict[str, Announcement] = {}  # by address
         self._heard_at: dict[str, float] = {}  # by address
-        self._fences: dict[str, tuple[int, float]] = {}  # by address: epochs up to this one are gone, and since when
+        self._fences: dict[str, tuple[int, float]] = {}  # by address: last epoch that has ended, and when it ended
         self.tick(now)
 
     @property
     def version(self) -> int:
-        """Version, which grows whenever a list changes, or becomes reliable."""
+        """Number that grows whenever a list changes, and when the registry settles."""
         return self._version
 
     @property
@@ -99,7 +100,7 @@ class Registry:
         return not self._members
 
     def announce(self, announcement: Announcement, now: float) -> bool:
-        """Lists the program. Returns False if a newer one of the same replica, or at the same address, is known."""
+        """Adds the program to the list. Returns False if it has ended, or a newer one has its replica or address."""
         address, epoch = announcement.address, announcement.epoch
         fence, _ = self._fences.get(address, (-1, 0.0))
         same = self._members.get(address)
@@ -116,7 +117,7 @@ class Registry:
         return True
 
     def withdraw(self, address: str, epoch: int, now: float) -> None:
-        """Removes the program, which is ending: earlier announcements that arrive later do not list it again."""
+        """Removes a program that is ending. Delayed announcements of the program are ignored from now on."""
         self._fences[address] = (max(epoch, self._fences.get(address, (-1, 0.0))[0]), now)
         if address in self._members and self._members[address].epoch <= epoch:
             self._forget(address)
@@ -124,8 +125,8 @@ class Registry:
     def tick(self, now: float) -> None:
         """Forgets workers that have been silent for too long.
 
-        Must be called often. Time without a call does not count as silence, because a registry that did not run
-        received nothing.
+        Must be called often. Time without calls does not count as silence, because the registry did not run and could
+        not receive announcements.
         """
         stood_still = now - self._ticked_at - self._config.heartbeat_seconds
         self._ticked_at = now

@@ -1,6 +1,6 @@
-"""Rendezvous hashing (Thaler and Ravishankar 1998): many choosers agree on a place for a key without common state.
+"""Rendezvous hashing (Thaler and Ravishankar 1998): programs agree on a place for a key without common state.
 
-The place with the highest rank is chosen. If a place joins or leaves, only its own share of the keys changes places.
+Each program chooses the place with the highest rank. If a place joins or leaves, only its share of the keys moves.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ P = TypeVar("P")
 
 
 def rendezvous_rank(key: bytes, address: str) -> bytes:
-    """Returns the rank of the place at `address` for `key`, which has at most `MAX_KEY_BYTES` bytes."""
+    """Returns the rank of the place at `address` for `key`. `key` has at most `MAX_KEY_BYTES` bytes."""
     return hashlib.blake2b(address.encode(), key=key, digest_size=8).digest()
 
 

@@ -1,10 +1,10 @@
 """Decides the numbers of targets and draft workers. No I/O; callers pass the time.
 
-Targets follow their load: how full they are, and the tokens that wait for them.
+The number of targets depends on their load: their used capacity, and the tokens that wait for them.
 
-Draft workers follow their gain. Every target reports the gain of drafts, as measured by its controller, with 1, 2,
-4, ... sequences per draft worker (`DraftDemand`). These measures include slow, late or refused proposals, and loads at
-which no draft would pay. With D workers for S sequences the targets yield
+The number of draft workers depends on their gain. Every target reports the gain of drafts, as its controller measures
+it, with 1, 2, 4, ... sequences per draft worker (`DraftDemand`). The gain includes slow, late and refused proposals,
+and loads at which no draft pays. With D workers for S sequences the targets yield
 
     sum over targets of goodput(S / D)
 
@@ -25,8 +25,8 @@ from cluster.placement.registry import Announcement, Load
 
 ScaledPool = Literal["target", "draft"]
 
-_MUCH_KV = 0.5  # KV use of a draft worker from which its sequences' memory limits how many it can take
-_SLACK = 0.9  # share of `target_use`: targets are not removed if the others would become fuller than that
+_MUCH_KV = 0.5  # above this KV use, the memory of a draft worker's sequences determines the room that it has
+_SLACK = 0.9  # targets are removed only if the use of the others stays below this share of `target_use`
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +41,18 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A decision about one pool. `inputs` are the numbers behind it, by name."""
+    """A decision about one pool. `inputs`: the numbers that it is based on, by name."""
 
     pool: ScaledPool
     current: int  # workers that exist or were requested
     wanted: int  # number that the current measurements ask for
-    settled: int  # number wanted for long enough, else `current`
+    settled: int  # number that was wanted for the whole delay; otherwise `current`
     inputs: dict[str, float]
     reason: str
 
 
 class Scaler:
-    """Belongs to one thread. Times are seconds of one clock."""
+    """Decides the numbers of workers. Not thread-safe. All times are seconds of the same clock."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -61,7 +61,7 @@ class Scaler:
         most = None if drafts.max_replicas is None else drafts.max_replicas + further
         self._drafts = Bounds(drafts.min_replicas + further, most)  # bounds of all draft workers
         self._delays = {"target": self._new_delay(), "draft": self._new_delay()}
-        # Requested workers count before they are up; otherwise the plan would ask for too few meanwhile.
+        # Requested workers count before they are up. Otherwise the decisions until then would be based on too few.
         is_obeyed = config.ray.scaling.mode == "act"
         self._asked = {"target": config.target.replicas, "draft": config.draft.replicas + further} if is_obeyed else {}
 
@@ -104,7 +104,7 @@ class Scaler:
         num_sequences = sum(demand.num_sequences for demand in demands)
         inputs = {"sequences": float(num_sequences)}
         if not demands:
-            has_work = any(load.num_running for load in loads)  # without a worker nothing would ever be measured
+            has_work = any(load.num_running for load in loads)  # one worker at least, to measure the gain
             return self._drafts.limit(max(current, int(has_work))), inputs, "nothing has been measured yet"
         if not num_sequences:
             return self._drafts.least, inputs, "no sequences to draft for"
@@ -125,8 +125,8 @@ class Scaler:
             return max(numbers, key=lambda number: rate(number) - number * cost)
 
         gain = self._config.ray.scaling.draft_gain
-        more, fewer = best(gain), best(gain / 2)  # a band, so that a small change of the measurements changes nothing
-        # At most half: there are no measurements of workers at several times their present load.
+        more, fewer = best(gain), best(gain / 2)  # two limits, so that small changes of the gain change nothing
+        # Remove at most half: no worker was measured at several times its present load.
         wanted = self._drafts.limit(more if more > current else max(min(fewer, current), current // 2))
         inputs |= {"rate": rate(current), "wanted_rate": rate(wanted), "room": float(room)}
         reason = (
@@ -136,7 +136,7 @@ class Scaler:
         return wanted, inputs, reason
 
     def _most_drafts(self, current: int, num_sequences: int) -> int:
-        """Returns the most draft workers that are useful: more than one per sequence gains nothing."""
+        """Returns the maximum useful number of draft workers: more than one per sequence gain nothing."""
         most = max(num_sequences, current, self._drafts.least)
         return most if self._drafts.most is None else min(most, self._drafts.most)
 
@@ -152,7 +152,7 @@ class Scaler:
 
 
 class _Delay:
-    """Delays changes: returns the smallest change that was wanted during the whole delay."""
+    """Delays changes of a number: `settle` returns the smallest change that was wanted during the whole delay."""
 
     def __init__(self, up_seconds: float, down_seconds: float) -> None:
         self._up_seconds = up_seconds
@@ -170,7 +170,7 @@ class _Delay:
         return most if most is not None and most < current else current
 
     def _extreme(self, choose: Callable[[Iterable[int]], int], since: float) -> int | None:
-        """Returns the extreme of the numbers wanted since `since`; None if there was no decision that long ago."""
+        """Returns the extreme of the numbers wanted since `since`; None if the first decision came later."""
         if self._wanted[0][0] > since:
             return None
         ends = [*[at for at, _ in self._wanted][1:], math.inf]

@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def split(values: Sequence[T], lengths: Sequence[int]) -> Iterator[Sequence[T]]:
-    """Yields the entries of a flattened column. Raises ValueError if `lengths` do not add up to those of `values`."""
+    """Yields the entries of a flattened column. Raises ValueError if `lengths` do not add up to `len(values)`."""
     if sum(lengths) != len(values):
         raise ValueError(f"lengths add up to {sum(lengths)} but there are {len(values)} values")
     start = 0

@@ -1,7 +1,7 @@
 """Messages between coordinator and draft worker, in the form that both sides use.
 
-A message holds at most one entry for each sequence. Messages that wait for the same link are merged, so that a sender
-never queues more than one entry for a sequence, even if the link is slow.
+A message has at most one entry for each sequence. Messages that wait for the same link are merged. So a sender queues
+at most one entry for each sequence, even if the link is slow.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Open:
 
 @dataclass(slots=True)  # not frozen, like Proposal: one is made per sequence and step, and freezing doubles the time
 class Advance:
-    """Every token committed since `base`, a length that the drafter has already received."""
+    """Every token committed after the first `base` tokens. The drafter has already received these."""
 
     wire_id: int
     base: int
@@ -46,8 +46,8 @@ class Advance:
 class Proposal:
     """Draft tokens that follow the first `base` tokens of a sequence; `parents` as in Drafts.
 
-    With `start` they are the later part of a tree whose first `start` tokens were sent before, after the same base.
-    `parents` then counts the tokens of the whole tree.
+    With `start`, the tokens are a later part of a tree. The first `start` tokens of the tree were sent before, with the
+    same base, and `parents` contains indices in the whole tree.
     """
 
     wire_id: int
@@ -55,14 +55,14 @@ class Proposal:
     token_ids: Sequence[int]
     parents: Sequence[int] | None = None
     start: int = 0
-    is_whole: bool = True  # whether this and the earlier parts are at least what is owed
+    is_whole: bool = True  # whether this and the earlier parts contain the whole requested proposal
 
     @property
     def drafts(self) -> Drafts:
         return Drafts(self.token_ids, self.parents)
 
     def grown(self, later: Proposal) -> Proposal | None:
-        """Returns the proposal extended by `later`, a part of its tree; None if that is not the next part."""
+        """Returns the proposal extended by `later`; None if `later` is not the next part of the same tree."""
         if later.base != self.base or later.start != self.start + len(self.token_ids):
             return None
         parents = None
@@ -87,7 +87,7 @@ class SpeculateRequest:
         return bool(self.opens or self.advances or self.closes)
 
     def merge(self, newer: SpeculateRequest) -> None:
-        """Merges a later request into this one. Advances are cumulative, so the later one replaces the earlier."""
+        """Merges a later request into this one. Advances are cumulative, so a later advance replaces an earlier one."""
         self.opens |= newer.opens
         self.advances |= newer.advances
         self.closes |= newer.closes
@@ -98,9 +98,8 @@ class SpeculateRequest:
     def take_part(self, max_tokens: int) -> SpeculateRequest:
         """Removes and returns the part to send first.
 
-        It consists of everything short, the oldest opening, and the shortest of the others, as long as the openings
-        have at most `max_tokens` tokens together. Entries of a sequence whose opening is left are left, too. Repeated
-        calls leave nothing.
+        The part consists of the oldest opening, the shortest other openings up to `max_tokens` tokens in total, all
+        closes, and the advances of all sequences whose opening does not stay. Repeated calls remove everything.
         """
         first, *others = self.opens.values() if self.opens else (None,)
         openings = [] if first is None else [first]
@@ -120,13 +119,13 @@ class SpeculateRequest:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """The draft worker's time for an answer."""
+    """Durations in the draft worker that a reply reports."""
 
     held_seconds: float  # time from the arrival of the link's last request to the reply
-    step_seconds: float  # the drafter's last step with a sequence of the link
-    batch: int  # sequences of the link in it
-    rows: int = 0  # rows of these; 0: one each
-    is_first: bool = False  # whether some had no drafts before it, and so had rows for committed tokens
+    step_seconds: float  # duration of the drafter's last step with a sequence of the link
+    batch: int  # number of the link's sequences in that step
+    rows: int = 0  # rows of these sequences; 0: one row each
+    is_first: bool = False  # whether some of them had no drafts before, so that they had rows for committed tokens
 
 
 @dataclass(slots=True)
@@ -135,15 +134,15 @@ class SpeculateReply:
 
     proposals: dict[int, Proposal] = field(default_factory=dict)
     lost: set[int] = field(default_factory=set)  # unknown sequences, or sequences whose base is unknown
-    refused: set[int] = field(default_factory=set)  # no room
-    timing: Timing | None = field(default=None, compare=False)  # all are different
-    credit: int | None = field(default=None, compare=False)  # tokens that the worker has room for; None: any
+    refused: set[int] = field(default_factory=set)  # sequences that the worker has no room for
+    timing: Timing | None = field(default=None, compare=False)  # not compared, because all timings differ
+    credit: int | None = field(default=None, compare=False)  # tokens that the worker has room for; None: no limit
 
     def __bool__(self) -> bool:
         return bool(self.proposals or self.lost or self.refused)
 
     def add(self, proposal: Proposal) -> None:
-        """Adds a proposal, which replaces an earlier one for its sequence or is the next part of it."""
+        """Adds a proposal. It replaces an earlier proposal for its sequence, or extends it if it is the next part."""
         earlier = self.proposals.get(proposal.wire_id) if proposal.start else None
         grown = None if earlier is None else earlier.grown(proposal)
         self.proposals[proposal.wire_id] = grown or proposal

@@ -18,13 +18,13 @@ UNFINISHED = target_pb2.FINISH_REASON_UNSPECIFIED
 class RoundCounts(NamedTuple):
     """Outcome of one round that verified at least one draft token.
 
-    The round's tokens are the accepted drafts and the target's own token after them, unless the sequence ended before
-    it.
+    The tokens of the round are the accepted drafts, followed by the target's own token unless the sequence ended
+    before.
     """
 
     num_draft_tokens: int
     num_accepted_tokens: int
-    start: int = 0  # index of its first token among those of the reply; tokens outside of rounds were decoded plainly
+    start: int = 0  # index of the round's first token in the reply; tokens outside of rounds were decoded plainly
 
 
 @dataclass(slots=True)
@@ -34,10 +34,10 @@ class CallReply:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: target_pb2.FinishReason.ValueType = UNFINISHED
     rounds: Sequence[RoundCounts] = ()
-    error: OutriderError | None = None  # the call ends with this reason, after these tokens
-    logprobs: TokenLogprobs | None = None  # of `token_ids`, if requested
-    prompt_logprobs: TokenLogprobs | None = None  # of further tokens of the prompt, from the second one on
-    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache; in the first reply with tokens
+    error: OutriderError | None = None  # set: the call ends with this error, after these tokens
+    logprobs: TokenLogprobs | None = None  # log-probabilities of `token_ids`, if requested
+    prompt_logprobs: TokenLogprobs | None = None  # those of the next prompt tokens, beginning with the second token
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache; only in the first reply with tokens
 
     def merge(self, newer: CallReply) -> None:
         """Appends the reply that follows this one."""
@@ -54,7 +54,7 @@ class CallReply:
 
 
 def encode_replies(replies: Mapping[int, CallReply]) -> target_pb2.GenerateReplies:
-    """Encodes `replies`, which are by call number."""
+    """Encodes `replies`, a mapping from call number to reply."""
     message = target_pb2.GenerateReplies(
         calls=replies,
         num_tokens=[len(reply.token_ids) for reply in replies.values()],
@@ -119,7 +119,7 @@ def _follow_one_another(rounds: Sequence[RoundCounts]) -> bool:
 
 
 def _starts(counts: Sequence[tuple[int, int]], num_rounds: Sequence[int]) -> list[int]:
-    """Returns the start of each round; `counts`: (drafted, accepted) of each, `num_rounds`: rounds of each entry."""
+    """Returns the start of each round. `counts`: (drafts, accepted drafts) by round; `num_rounds`: rounds by call."""
     starts: list[int] = []
     for own in split(counts, num_rounds):
         start = 0
