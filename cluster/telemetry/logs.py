@@ -1,7 +1,7 @@
-"""Logging of the programs: one line an event on stderr, with the program's name, as text or as JSON.
+"""Logging of the programs: one line per event on stderr, with the program's name, as text or as JSON.
 
-A record may have `fields`, given as `extra={"fields": {name: value}}`: in JSON they are keys of the line's object, in
-text they follow the message as `name=value`. Characters that would end a line, or steer a terminal, are escaped.
+A record may have fields, passed as `extra={"fields": {name: value}}`. In JSON they are keys of the line's object; in
+text they follow the message as `name=value`. Line ends and terminal control characters are escaped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cluster.config.types import LogFormat, LogLevel
 # Environment variable: the program's name in its log, if it is not the command's, such as `target 1`.
 LOG_NAME = "OUTRIDER_LOG_NAME"
 
-# Messages of libraries are of no use to an operator.
+# Lowest levels of messages of libraries: lower ones do not help an operator.
 _QUIET = {
     "httpx": logging.WARNING,
     "grpc": logging.WARNING,
@@ -35,7 +35,7 @@ _PLAIN_VALUE = re.compile(r"[!#-<>-~]+")  # needs no quotes next to `=`
 
 
 def log_name(command: str) -> str:
-    """Returns the name of the program that runs `command`: as its launcher numbered it, or `command`."""
+    """Returns the name of this program in its log: the name that its launcher set, or `command`."""
     return os.environ.get(LOG_NAME, command)
 
 
@@ -57,7 +57,7 @@ class LoggedLine(NamedTuple):
 
 
 def read_line(line: str) -> LoggedLine | None:
-    """Parses `line`; returns None if it was not logged but written in another way, such as a traceback."""
+    """Parses `line`. Returns None if it is not a line of the log, such as a line of a traceback."""
     if match := _TEXT_LINE.fullmatch(line):
         return LoggedLine(logging.getLevelNamesMapping()[match[1]], match[2])
     if not line.startswith('{"time": '):
@@ -114,5 +114,5 @@ def _text(value: object) -> str:
 
 
 def _log_end(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """Logs the exception that ends the program as a line like all others."""
+    """Logs the exception that ends the program, in the format of all lines."""
     logging.getLogger(__name__).critical("the program failed", exc_info=(kind, error, traceback))

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-# Start times of series: they double the number of series, and no dashboard uses them.
+# Disables the start times of series, which double the number of series and which no dashboard uses.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 _ENGINE = "0"  # vLLM numbers the engines behind a page; a worker has one
@@ -26,7 +26,7 @@ LATENCY_BUCKETS = (
 
 
 class Tally:
-    """A histogram in plain numbers. It belongs to one thread."""
+    """A histogram in plain numbers. Not thread-safe."""
 
     def __init__(self, limits: Sequence[float]) -> None:
         self._limits = limits
@@ -38,7 +38,7 @@ class Tally:
         self._counts[bisect.bisect_left(self._limits, value)] += 1
 
     def buckets(self) -> list[tuple[str, int]]:
-        """Returns each limit with the number of values within it."""
+        """Returns pairs of a limit and the number of values up to this limit."""
         limits = [*(str(float(limit)) for limit in self._limits), "+Inf"]
         return list(zip(limits, itertools.accumulate(self._counts), strict=True))
 
@@ -49,7 +49,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One number of a worker when its page is read."""
+    """A value of a metric at the time when the worker's page is read."""
 
     name: str
     documentation: str
@@ -80,7 +80,7 @@ class StepTime:
 
 
 class WorkerMetrics(Collector):
-    """Metrics page of a worker: the engine's own numbers, read on request.
+    """Metrics page of a worker, with values that are read from the engine on request.
 
     Bytes on the wire per committed token, excluding openings:
         sum(rate(outrider_link_bytes_total{kind="round"}[1m])) / rate(outrider_committed_tokens_total[1m])

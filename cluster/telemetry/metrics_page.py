@@ -1,4 +1,4 @@
-"""The page of a worker's metrics: over HTTP, or HTTPS for those with a certificate; with a token where there is one."""
+"""The page of a worker's metrics, over HTTP or over HTTPS with client certificates, and with an optional token."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _BEARER = "bearer "
 
 @dataclass(frozen=True, slots=True)
 class PageGuard:
-    """Access to a page. `context`: TLS of its connections; None: plaintext.
+    """Access to a page. `context`: returns the TLS context of connections; None: plaintext.
 
-    `accepts`: whether a caller may read who comes with that token; None: everybody may.
+    `accepts`: returns True if a caller with the given token may read the page; None: all callers may.
     """
 
     context: Callable[[], ssl.SSLContext] | None = None
@@ -36,7 +36,7 @@ class PageGuard:
 
     @classmethod
     def of(cls, listener: Listener, metrics_token_file: str | None) -> PageGuard:
-        """Makes the guard of a page: callers that `listener` accepts may read it, and holders of the file's token.
+        """Returns a guard that admits the tokens of `listener` and of the file `metrics_token_file`.
 
         Raises ConfigurationError if the file cannot be read.
         """
@@ -57,7 +57,7 @@ class PageGuard:
 
 
 def serve_metrics(registry: CollectorRegistry, host: str, port: int, guard: PageGuard | None = None) -> int:
-    """Serves `registry` at `/metrics` from a daemon thread; returns the port (0: a free one)."""
+    """Serves `registry` at `/metrics` from a daemon thread. Returns the port; with `port` 0, chooses a free one."""
     guard = guard or PageGuard()
     app = make_wsgi_app(registry)
 
@@ -66,7 +66,7 @@ def serve_metrics(registry: CollectorRegistry, host: str, port: int, guard: Page
             audit.warning("audit: refused 401: metrics page, from %s", environ.get("REMOTE_ADDR", "unknown"))
             start_response("401 Unauthorized", [("WWW-Authenticate", "Bearer"), ("Content-Type", "text/plain")])
             return [b"send the token of this page's metrics_token_file as `Authorization: Bearer TOKEN`\n"]
-        # In OpenMetrics, which a Prometheus asks for first, the client library makes an underscore of vLLM's colon.
+        # Prometheus prefers OpenMetrics, in which the client library replaces the colon of vLLM's names.
         answer: Iterable[bytes] = app(environ | {"HTTP_ACCEPT": "text/plain"}, start_response)
         return answer
 
@@ -86,7 +86,7 @@ def _server_class(host: str, port: int, context: Callable[[], ssl.SSLContext] | 
         daemon_threads = True
 
         def finish_request(self, request: Any, client_address: Any) -> None:
-            """Shakes hands in its own thread, so that a slow caller does not block others."""
+            """Does the TLS handshake in the connection's own thread, so that a slow caller does not block others."""
             if context is None:
                 super().finish_request(request, client_address)
                 return

@@ -1,9 +1,9 @@
 """Spans by OpenTelemetry, exported by OTLP over HTTP. Needs the extra `outrider[tracing]`.
 
-A thread exports spans in batches. Ending a span never waits for it: if the collector is slow or away, spans are
-dropped.
+A thread exports spans in batches. `end` of a span never waits for this thread: if the collector is slow or unreachable,
+spans are dropped.
 
-The SDK's own environment variables work where no setting of ours says the same: OTEL_RESOURCE_ATTRIBUTES,
+The environment variables of the SDK work unless a setting of ours replaces them: OTEL_RESOURCE_ATTRIBUTES,
 OTEL_SERVICE_NAME, OTEL_EXPORTER_OTLP_HEADERS, OTEL_BSP_SCHEDULE_DELAY and so on.
 """
 
@@ -49,7 +49,7 @@ class OtlpTracer(Tracer):
             sampler=ParentBasedTraceIdRatio(sample_ratio),
             # The environment's attributes take precedence over ours; `create` would reverse the order.
             resource=Resource.create({**own, **OTELResourceDetector().detect().attributes}),
-            shutdown_on_exit=False,  # it would wait for an unreachable collector
+            shutdown_on_exit=False,  # a shutdown at exit would wait for an unreachable collector
         )
         exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces")
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
@@ -61,7 +61,7 @@ class OtlpTracer(Tracer):
         return _start(self._tracer, name, kind, context, attributes)
 
     def close(self) -> None:
-        # Exporting has no timeout of its own; the thread is left behind.
+        # A shutdown has no timeout, so it runs in a daemon thread, which may outlive this call.
         closing = threading.Thread(target=self._provider.shutdown, name="tracing-close", daemon=True)
         closing.start()
         closing.join(_CLOSE_SECONDS)
@@ -125,7 +125,7 @@ class _Seldom(logging.Filter):
 
 
 def _complain_seldom() -> None:
-    """Limits the log lines about an unreachable collector: one now and then, not several for each batch."""
+    """Limits the log lines about an unreachable collector to one per period, instead of several per batch."""
     logging.getLogger("opentelemetry").setLevel(logging.ERROR)  # its messages do not mention the retries
     logger = logging.getLogger("opentelemetry.exporter.otlp.proto.http.trace_exporter")
     if not any(isinstance(each, _Seldom) for each in logger.filters):

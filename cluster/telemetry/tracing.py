@@ -1,6 +1,6 @@
 """Spans of requests: the interface that programs use, and its implementation without tracing.
 
-OpenTelemetry is in `cluster.telemetry.otlp`, which is imported only where it is on.
+`cluster.telemetry.otlp` has the implementation with OpenTelemetry. It is imported only if tracing is on.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _REQUIRED = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """A span in W3C's headers, for other programs. Without a `traceparent` there is no span."""
+    """A span in W3C's headers, to pass to other programs. Without `traceparent` it is no span."""
 
     traceparent: str = ""
     tracestate: str = ""
 
 
 class Span:
-    """A span that is not recorded; without tracing all spans are of this class.
+    """A span that is not recorded. Without tracing all spans have this class.
 
     Times are nanoseconds since the epoch; None: now.
     """
@@ -46,7 +46,7 @@ class Span:
     def set(self, attributes: Attributes) -> None: ...
 
     def fail(self, error_type: str, message: str = "") -> None:
-        """Marks the span as failed. It lasts until it is ended."""
+        """Marks the span as failed. Does not end the span."""
 
     def end(self, at: int | None = None) -> None: ...
 
@@ -55,14 +55,14 @@ NO_SPAN = Span()
 
 
 class Tracer:
-    """Starts the spans of one program. This class is for a program without tracing."""
+    """Starts the spans of one program. This class is the implementation without tracing."""
 
     def start(self, name: str, kind: SpanKind, parent: TraceContext, attributes: Attributes | None = None) -> Span:
         """Returns a new span of the trace of `parent`, or of a new trace; NO_SPAN if the trace is not sampled."""
         return NO_SPAN
 
     def close(self) -> None:
-        """Exports ended spans; blocks for some seconds at most."""
+        """Exports ended spans. Blocks for at most some seconds."""
 
 
 def check_tracing(config: TracingConfig) -> None:

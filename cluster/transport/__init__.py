@@ -1,5 +1,5 @@
-"""Connections between the programs of a cluster: every channel and every server between them is made here.
+"""Connections between the programs of a cluster. This package makes all their channels and servers.
 
-They use plaintext or, if `tls` is set, mutual TLS, with a shared token if there is one. TLS never falls back to
-plaintext: a program with certificates neither calls nor answers one without.
+Connections use plaintext or, if `tls` is set, mutual TLS, with a shared token if one is configured. TLS never falls
+back to plaintext: a program with certificates neither calls nor answers a program without certificates.
 """

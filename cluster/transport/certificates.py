@@ -20,18 +20,18 @@ class Pems:
     ca: bytes
     certificate: bytes
     key: bytes
-    version: int  # differs from those of before
+    version: int  # grows with every change of the files
 
 
 class Certificates:
-    """Certificates that follow their files. Thread-safe.
+    """Certificates that follow the changes of their files. Thread-safe.
 
-    Changed files are read when they are next needed. Unusable ones, such as a certificate whose key has not come yet,
-    leave the previous ones in use.
+    Changed files are read when the certificates are next needed. If the new files are unusable, such as a certificate
+    whose key is not there yet, the previous certificates stay in use.
     """
 
     def __init__(self, tls: TlsConfig) -> None:
-        """`tls` must be on. Raises ConfigurationError naming the file."""
+        """`tls` must be on. Raises ConfigurationError, with the name of the file, if a file is unusable."""
         self._ca, self._certificate, self._key = (
             path or "" for path in (tls.ca_file, tls.certificate_file, tls.key_file)
         )
@@ -50,13 +50,13 @@ class Certificates:
             return self._pems
 
     def page_context(self) -> ssl.SSLContext:
-        """Returns the context of a page that is served to holders of a certificate of the same CA."""
+        """Returns the server context of a page for callers with a certificate of the same CA."""
         return _server_context(self._ca, self._certificate, self._key)
 
     def reader_context(self) -> ssl.SSLContext:
-        """Returns the context for a reader of such a page.
+        """Returns the client context for a reader of such a page. Raises ConfigurationError if a file is unusable.
 
-        It shows the certificate only to a server with a certificate of the same CA. Raises ConfigurationError.
+        The client sends its certificate only to a server with a certificate of the same CA.
         """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # requires a certificate for the dialled name
         context.minimum_version = ssl.TLSVersion.TLSv1_2

@@ -20,7 +20,7 @@ _MAX_REASON_CHARACTERS = 200
 
 @dataclass(frozen=True, slots=True)
 class PageDialing:
-    """Credentials for workers' metrics pages over HTTPS. `server_name`: as for the `Dialer`."""
+    """Credentials for workers' metrics pages over HTTPS. `server_name` as in `Dialer`."""
 
     context: ssl.SSLContext
     server_name: str | None
@@ -28,7 +28,7 @@ class PageDialing:
 
 
 class Dialer:
-    """Makes channels with the current certificates; `version` changes when a new channel would have others."""
+    """Makes channels with the current certificates. `version` changes with the certificates."""
 
     def __init__(
         self,
@@ -69,9 +69,9 @@ class Dialer:
         return grpc.secure_channel(address, self._credentials(self._certificates), options=self._named(options))
 
     def page_dialing(self) -> PageDialing | None:
-        """Returns credentials from the current files; None: the workers' pages are in plaintext.
+        """Returns credentials from the current files; None if the workers' pages are in plaintext.
 
-        Raises ConfigurationError.
+        Raises ConfigurationError if a file is unusable.
         """
         if self._certificates is None:
             return None
@@ -82,7 +82,7 @@ class Dialer:
         return PageDialing(self._reading[1], self._server_name, token)
 
     def explain(self, error: grpc.RpcError) -> str | None:
-        """Returns the reason for a refused call if it is authentication or TLS, for the log; otherwise None."""
+        """Returns the reason, for the log, if authentication or TLS made the call fail; otherwise None."""
         if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
             return None
         code, details = error.code(), error.details() or ""
@@ -114,7 +114,7 @@ PLAIN = Dialer()
 
 
 class _Sender(grpc.AuthMetadataPlugin):
-    """Adds the current token to each call. gRPC calls it only on encrypted connections."""
+    """Adds the current token to each call. gRPC uses this plugin only on encrypted connections."""
 
     def __init__(self, token: TokenFile) -> None:
         self._token = token

@@ -1,7 +1,7 @@
 """Detects that files were edited or replaced: keys, tokens and certificates, which change while programs run.
 
-Files are polled, because no notification of changes works on every system. Kubernetes replaces a secret by turning a
-symbolic link around, which is another inode behind the same path.
+Files are polled, because no notification of changes works on every system. Kubernetes replaces a secret by changing the
+target of a symbolic link, so the same path has another inode.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ class FileWatch:
     def __init__(self, paths: Iterable[str], *, settles: bool = False) -> None:
         """The caller must have read the current contents.
 
-        `settles`: a change counts only when two polls in a row agree, for a caller who polls regularly and would
-        otherwise read a file that is still being written.
+        `settles`: a change counts only when two consecutive polls agree. This is for callers that poll regularly, and
+        that might otherwise read a file while a program writes it.
         """
         self._paths = tuple(paths)
         self._settles = settles

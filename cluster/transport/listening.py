@@ -1,4 +1,4 @@
-"""Servers of workers: authentication of callers, and the certificate."""
+"""Servers of workers, with authentication of their callers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BEARER = b"bearer "
 
 
 class Listener:
-    """Makes the servers of one program for other programs of its cluster."""
+    """Makes the servers of one program, for calls by other programs of its cluster."""
 
     def __init__(self, certificates: Certificates | None = None, token: TokenFile | None = None) -> None:
         self._certificates = certificates
@@ -40,7 +40,7 @@ class Listener:
         return self._certificates is not None
 
     def new_server(self, options: Options = ()) -> grpc.aio.Server:
-        """Returns a server that requires the token, if there is one, in every call, including health and reflection."""
+        """Returns a server that requires the token, if any, in every call, including health and reflection."""
         token_checks = [] if self._token is None else [_TokenCheck(self._token)]
         return grpc.aio.server(interceptors=[*token_checks, _MessageCheck()], options=options)
 
@@ -103,14 +103,15 @@ class _TokenCheck(grpc.aio.ServerInterceptor):
         value = given[0].encode() if len(given) == 1 and isinstance(given[0], str) else b""
         if value[: len(_BEARER)].lower() == _BEARER and self._token.accepts(value[len(_BEARER) :]):
             return await continuation(details)
-        # Streaming in both directions, which fits every method: it does not wait for the caller's messages.
+        # A handler for streams in both directions fits every method: it does not wait for the caller's messages.
         return grpc.stream_stream_rpc_method_handler(_refusal(details.method, has_token=bool(given)))
 
 
 class _MessageCheck(grpc.aio.ServerInterceptor):
-    """Answers a single request that cannot be parsed with INVALID_ARGUMENT.
+    """Answers INVALID_ARGUMENT if a unary request cannot be parsed.
 
-    gRPC would answer UNKNOWN, and log a traceback of each. Messages of streams are left to the method that reads them.
+    Without this check gRPC would answer UNKNOWN and log a traceback. Methods with streams check their messages
+    themselves.
     """
 
     async def intercept_service(

@@ -1,7 +1,7 @@
 """A shared token in a file, between programs or for a metrics scraper.
 
-The first line is the token that is sent; each of the others is accepted too, so that a new token can be given to one
-program after the other. Blank lines and those that begin with # are ignored.
+The first line is the token that a program sends. A program accepts the tokens of all lines, so that an operator can
+replace the token in one program after the other. Blank lines and lines that begin with # are ignored.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _MIN_CHARACTERS = 16
 class TokenFile:
     """A token file. Thread-safe.
 
-    A changed file is read when it is next needed; an unusable one leaves the previous tokens in use.
+    A changed file is read when a token is next needed. If the new file is unusable, the previous tokens stay in use.
     """
 
     def __init__(self, path: str, setting: str) -> None:
-        """Reads the file. Raises ConfigurationError naming `setting`."""
+        """Reads the file. Raises ConfigurationError, with the name of `setting`, if the file is unusable."""
         self._path = path
         self._setting = setting
         self._watch = FileWatch([path])
