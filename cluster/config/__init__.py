@@ -1,4 +1,4 @@
-"""The configuration: one YAML tree for every program, read once; unknown keys are refused.
+"""The configuration: one YAML tree for every program, read once. An unknown key is an error.
 
 `cluster.config.file` reads it. Values that can be derived are properties.
 """
@@ -175,7 +175,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _not_vllm(self) -> Config:
-        """Raises ValueError if vLLM is used with a setting that it lacks, or has its own for."""
+        """Raises ValueError if vLLM is used with a setting that it does not support, or for which it has its own."""
         if self.target.engine != "vllm":
             return self
         if self.speculation.tree_width > 1:
@@ -191,11 +191,14 @@ class Config(Section):
 
     @property
     def draft_model(self) -> str:
-        """The model whose tokenizer the drafter uses: the target's own unless the drafter has a model of its own."""
+        """The model whose tokenizer the drafter uses: `draft.model` for `model` and `vllm`, otherwise the target."""
         return self.draft.model if self.draft.drafter in ("model", "vllm") else self.target.model
 
     def tokenizer_mismatch(self, of_draft: str, of_target: str) -> str:
-        """Returns the error for a draft model whose tokenizer is not the target's: fingerprints and remedies."""
+        """Returns the error message for a draft whose tokenizer differs from the target's, with a remedy.
+
+        `of_draft` and `of_target`: fingerprints of the tokenizers.
+        """
         is_default = self.draft_model == DraftConfig.model_fields["model"].default
         draft = f"default draft {self.draft_model!r}" if is_default else f"draft {self.draft_model!r}"
         remedy = "choose a draft with the target's tokenizer"
@@ -211,14 +214,14 @@ class Config(Section):
 
     @property
     def served_model_id(self) -> str:
-        """The name that clients use: `router.served_model_name`, or that of the target's model."""
+        """The name that clients use: `router.served_model_name`, or the name of the target's model."""
         if self.router.served_model_name is not None:
             return self.router.served_model_name
         return "simulated" if self.target.engine == "simulated" else model_name(self.target.model)
 
     @property
     def has_drafter(self) -> bool:
-        """True if one of our drafters proposes, in any process."""
+        """True if one of this project's drafters makes drafts, in any process."""
         return self.speculation.num_speculative_tokens > 0 and self.draft.drafter != "engine"
 
     @property
@@ -248,7 +251,7 @@ class Config(Section):
 
     @property
     def drafts_on_host_cpu(self) -> bool:
-        """True if the sidecars compute on cores of the host that their targets do not use."""
+        """True if the draft workers are sidecars that compute on CPU cores of their targets' hosts."""
         return self.has_sidecars and self.draft.placement == "host-cpu"
 
 

@@ -1,7 +1,7 @@
 """Settings in the environment: `OUTRIDER_ROUTER__PORT=8001` is `router.port: 8001`.
 
-Two underscores separate a section from its key. A name without them is not a setting, such as `OUTRIDER_API_KEY`, or
-the variables that Kubernetes sets in containers for a service called `outrider-router`.
+Two underscores separate a section from its key. A name without two underscores is not a setting. Examples are
+`OUTRIDER_API_KEY`, and the variables that Kubernetes sets in containers for a service called `outrider-router`.
 """
 
 from __future__ import annotations
@@ -47,6 +47,6 @@ def is_setting(name: str) -> bool:
 def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
     """Returns `environment` without settings, for a program whose configuration already includes them.
 
-    There they would override later decisions.
+    In that program the variables would override the configuration that it gets.
     """
     return {name: value for name, value in environment.items() if not is_setting(name)}

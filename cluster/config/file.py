@@ -27,8 +27,8 @@ def load_config(
 ) -> Config:
     """Returns the configuration of the YAML file at `path`, `environment` and `overrides`, applied in this order.
 
-    Without `path` all defaults hold. An override is `section.key=value`, its value read as YAML; so are values in
-    `environment`. Raises ConfigurationError naming the key.
+    Without `path`, it starts from the defaults. An override is `section.key=value`. Values of overrides and of
+    `environment` are read as YAML. Raises ConfigurationError, with the name of the key, if a setting is invalid.
     """
     return parse_config(read_tree(path), overrides, environment)
 
@@ -54,7 +54,7 @@ def parse_config(
 ) -> Config:
     """Returns the configuration of `tree`, `environment` and `overrides`. Changes `tree`.
 
-    Raises ConfigurationError naming the key, and the environment variable that set it, if any.
+    Raises ConfigurationError, with the name of the key and of the environment variable that set it, if any.
     """
     variables = variables_in(environment)
     for variable in variables:
@@ -79,7 +79,7 @@ def _apply(tree: dict[str, Any], key: str, value: str, source: str) -> None:
         raise ConfigurationError(f"cannot apply {source!r}: write section.key=value")
     branch = tree
     for section in sections:
-        if branch.get(section) is None:  # the section of the file holds nothing but comments
+        if branch.get(section) is None:  # the section is missing, or has only comments
             branch[section] = {}
         branch = branch[section]
         if not isinstance(branch, dict):
@@ -91,7 +91,7 @@ def _apply(tree: dict[str, Any], key: str, value: str, source: str) -> None:
 
 
 def _describe(error: ValidationError, variables: Sequence[Variable]) -> str:
-    """Returns the first complaint, with its key and, for an unknown key, the nearest known one."""
+    """Returns the first problem, with its key and, for an unknown key, the nearest known key."""
     complaint = error.errors()[0]
     key = ".".join(map(str, complaint["loc"])) or "configuration"
     named = next((one for one in variables if f"{key}.".startswith(f"{one.key}.")), None)
@@ -119,7 +119,7 @@ def _reason(complaint: ErrorDetails, key: str, variable: Variable | None) -> str
 
 
 def nearest_name(name: str, known: Sequence[str]) -> str | None:
-    """Returns the one of `known` that `name` may be a misspelling of; None if all differ too much."""
+    """Returns the entry of `known` that is most similar to `name`; None if all differ too much."""
     return next(iter(difflib.get_close_matches(name, known, n=1)), None)
 
 

@@ -74,7 +74,7 @@ class SpeculationConfig(Section):
 
     @property
     def tunes_draft_temperature(self) -> bool:
-        """True unless disabled, or the target must know the distribution that the draft sampled from."""
+        """True unless disabled, or the target needs the distribution from which the draft sampled."""
         return self.tune_draft_temperature and self.acceptance != "rejection"
 
     @property
@@ -82,17 +82,17 @@ class SpeculationConfig(Section):
         return 3 if self.run_ahead_branches is None else self.run_ahead_branches
 
     def window(self, num_speculative_tokens: int) -> int:
-        """Returns how many tokens past the committed ones a drafter may draft for a sequence with this k."""
+        """Returns the maximum number of drafts after the committed tokens for a sequence with this k."""
         return window_of(num_speculative_tokens, self.granted_window)
 
     @property
     def granted_window(self) -> int:
-        """Most tokens past the committed ones that are drafted, for any k; a proposal of k tokens is always allowed."""
+        """Maximum number of drafts after the committed tokens for any k; a proposal of k tokens is always allowed."""
         if self.max_run_ahead is not None:
             return self.max_run_ahead
         return 2 * self.max_speculative_tokens + 2
 
 
 def window_of(num_speculative_tokens: int, granted: int) -> int:
-    """Returns 2k+2, at most `granted` but at least k: the next proposal and the bonus tokens of two rounds."""
+    """Returns 2k+2, but at most `granted` and at least k: two proposals and the bonus tokens of two rounds."""
     return max(num_speculative_tokens, min(granted, 2 * num_speculative_tokens + 2))

@@ -35,7 +35,7 @@ def is_host_port(address: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Returns True if only programs of this machine reach a listener at `host`."""
+    """Returns True if only programs on this machine can connect to a listener at `host`."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

@@ -120,7 +120,7 @@ class WorkerConfig(Section):
 
     @property
     def listen_address(self) -> str:
-        """Address to listen at. Raises ConfigurationError if no setting defines it."""
+        """Address on which a worker listens. Raises ConfigurationError if no setting defines it."""
         if self.listen is not None:
             return self.listen
         if not self.addresses:
@@ -235,7 +235,7 @@ class DraftConfig(WorkerConfig):
 
 
 def model_name(model: str) -> str:
-    """Returns `model`, or the folder's name if it is a path."""
+    """Returns `model`, or the name of the folder if `model` is a path."""
     path = Path(model).expanduser()
     if model.startswith((".", "/", "~")) or path.is_dir():
         return path.resolve().name

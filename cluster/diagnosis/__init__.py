@@ -1,1 +1,1 @@
-"""Computes from measurements the limits of the gain of a cluster's speculation. No I/O."""
+"""Computes from measurements what limits the gain of a cluster's speculation. No I/O."""

@@ -1,8 +1,12 @@
 """Findings: problems of a cluster's speculation, their cost, and their remedies.
 
-Each rule is one of the published failure modes. The speed of the repaired cluster is predicted with one number
-corrected: the acceptance or the time of the best draft of the same publication, a network within one host, or a cache
-that holds all sequences. The cost of oversubscribed threads is not predicted: no measured number shows it.
+Each rule is one of the published failure modes. The speed of the repaired cluster is predicted by correcting one
+number:
+- the acceptance or the step time of the draft, to those of the best draft of the same publication;
+- the round trip, to that within one host;
+- the size of the cache, so that it holds all sequences.
+
+The cost of oversubscribed threads is not predicted, because no measurement shows it.
 """
 
 from __future__ import annotations
@@ -14,18 +18,18 @@ from cluster.diagnosis.measurements import Examination, WorkerThreads
 from cluster.diagnosis.speed import SpeedModel
 from cluster.planning.options import LOCAL_ROUND_TRIP_SECONDS
 
-# A draft fits if it costs less than this share of a target step, and if a round of five drafts commits at least this
-# number of tokens. Its acceptance has to be above the limit at which the published controller takes two tokens away.
+# A draft fits if its step takes less than this share of a target step, and if a round with five drafts commits at least
+# this number of tokens. Its acceptance must be above the limit below which the published controller reduces k by two.
 MAX_COST_RATIO = 0.15
 MIN_TOKENS_PER_ROUND = 2.0
 MIN_ACCEPTANCE = 0.6
 _RULE_DEPTH = 5
-# The draft that is promised instead is a distilled 1B draft of a 70B target: steps of 0.8 ms, the target's 15 ms.
+# Predictions assume the replacement by a distilled 1B draft of a 70B target: steps of 0.8 ms, and 15 ms of the target.
 GOOD_ACCEPTANCE = 0.82
 GOOD_COST_RATIO = 0.8 / 15
-_LEAST_LOSS = 0.05  # minimum loss to report: smaller ones are within the noise of two measurements
+_LEAST_LOSS = 0.05  # minimum loss to report: smaller losses are within the noise of two measurements
 _SHARE_OF_A_STEP = 0.05  # share of a target step that a round trip may take without a finding
-_FULL_SHARE = 0.9  # share of the streams in steps that counts as full; others begin, end or wait for admission
+_FULL_SHARE = 0.9  # steps are full with this share of the streams; the others begin, end or wait for admission
 _REFUSED_SHARE = 0.05  # share of the steps with a refused sequence that makes a finding
 
 Rate = Callable[[SpeedModel], float]
@@ -44,10 +48,10 @@ class Finding:
 
 
 def findings(found: Examination, earlier_survival: Sequence[float] = ()) -> list[Finding]:
-    """Returns the problems that cost at least 5 % of the predicted rate, those without a prediction first.
+    """Returns the problems that cost at least 5 % of the predicted rate, ordered by falling loss.
 
-    The others follow by falling loss. `earlier_survival`: survival of the draft when it was new, if known; a repaired
-    draft is assumed to be no worse.
+    Problems without a prediction come first. `earlier_survival`: survival of the draft's tokens when it was new, if
+    known; a repaired draft is assumed to be at least as good.
     """
     threads = list(_threads(found.threads))
     if not found.has_drafts:
@@ -71,9 +75,9 @@ def findings(found: Examination, earlier_survival: Sequence[float] = ()) -> list
 
 def _suspected(found: Examination, earlier_survival: tuple[float, ...]) -> Iterator[Finding]:
     now = SpeedModel.of(found)
-    # The formula omits the same terms in both predictions, so only their ratio is used. It covers all depths, since the
-    # repaired cluster may have another best depth. Where drafts are late, the controller's run omits more
-    # than rounds whose depth was reached.
+    # The formula omits the same terms in both predictions, so predictions are scaled by a measured ratio. The ratio
+    # covers all reached depths, because the repaired cluster may have another best depth. It does not use the run with
+    # the controller: with late drafts, the formula omits more terms there.
     reckoned = sum(one.counts.seconds * now.rate(one.workload.num_speculative_tokens or 0) for one in found.reached)
     scale = sum(one.counts.num_tokens for one in found.reached) / max(reckoned, 1e-9)
 
@@ -82,7 +86,7 @@ def _suspected(found: Examination, earlier_survival: tuple[float, ...]) -> Itera
 
     yield from _cache(found, now, rate)
     yield from _acceptance(now, rate, earlier_survival)
-    # Threads that wait for a core lengthen draft steps and replies, as a slow draft or network would.
+    # Threads that wait for a core lengthen draft steps and replies, and would be mistaken for a slow draft or network.
     if not any(threads.are_oversubscribed for threads in found.threads):
         yield from _draft_time(now, rate)
         yield from _network(now, rate)
@@ -106,7 +110,7 @@ def _threads(workers: Sequence[WorkerThreads]) -> Iterator[Finding]:
 def _cache(found: Examination, now: SpeedModel, rate: Rate) -> Iterator[Finding]:
     """Yields findings of exhausted KV caches.
 
-    The target's is exhausted if sequences wait or are preempted, a draft worker's if it refuses sequences.
+    The target's cache is exhausted if sequences wait or are preempted; that of a draft worker if it refuses sequences.
     """
     num_streams = found.auto.workload.num_streams
     auto = found.auto.counts

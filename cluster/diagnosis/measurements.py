@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 MAX_DEPTH = 16  # deepest draft position that is examined
-_ALIKE = 1.25  # numbers of rows
-_REACHED_SHARE = 0.8  # least share of the requested drafts that were drafted: an answer's last rounds have fewer
+_ALIKE = 1.25  # maximum ratio of row numbers that are combined
+_REACHED_SHARE = 0.8  # minimum share of the requested drafts to reach a depth: the last rounds of answers have fewer
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class StepTotals:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Increase of the counters during `seconds` of a load; times of steps are sums over all targets."""
+    """Increase of the counters during `seconds` of a load. Times of steps are sums over all targets."""
 
     seconds: float = 0.0
     num_tokens: float = 0.0  # committed tokens
@@ -56,12 +56,12 @@ class Counts:
 
     @property
     def tokens_per_busy_second(self) -> float:
-        """Tokens per second of busy time, which excludes waits for requests."""
+        """Committed tokens per second of busy time. Busy time excludes waits for requests."""
         return self.num_tokens / max(self.busy_seconds, 1e-9)
 
     @property
     def bookkeeping_a_step(self) -> float:
-        """Busy seconds per step that are neither the step itself nor a wait for proposals."""
+        """Busy seconds per step, without the step itself and without the wait for proposals."""
         steps = (self.verify + self.decode + self.prefill).seconds
         return max(0.0, self.busy_seconds - steps - self.wait_seconds) / max(self.num_steps, 1.0)
 
@@ -71,17 +71,17 @@ class Counts:
 
     @property
     def mean_batch(self) -> float:
-        """Sequences in a step: each commits its accepted drafts and one token more."""
+        """Mean number of sequences in a step. Each sequence commits its accepted drafts and one more token."""
         return (self.num_tokens - self.num_accepted_tokens) / self.num_steps if self.num_steps else 0.0
 
     @property
     def mean_depth(self) -> float:
-        """Draft tokens verified in a round."""
+        """Mean number of draft tokens verified in a round."""
         return self.num_draft_tokens / self.num_rounds if self.num_rounds else 0.0
 
     @property
     def survival(self) -> tuple[float, ...]:
-        """Share of drafts at depth 1, 2, ... that were committed."""
+        """For depths 1, 2, ...: share of the rounds whose draft at that depth was committed."""
         if not self.num_rounds:
             return ()
         return tuple(min(1.0, accepted / self.num_rounds) for accepted in self.accepted_by_position)
@@ -111,15 +111,18 @@ class Counts:
 
     @property
     def wait_a_step(self) -> float:
-        """Mean wait of a step with drafts, in seconds, with or without prompts."""
+        """Mean wait for proposals of a step with drafts, in seconds; includes steps with prompts."""
         return self.wait_seconds * self.mean_batch / self.num_rounds if self.num_rounds else 0.0
 
 
 class TimeCurve:
-    """Seconds by a number such as a step's rows: linear between measurements, extrapolated from the last two."""
+    """Seconds as a function of a number such as a step's rows.
+
+    Linear between measurements, and extrapolated from the last two.
+    """
 
     def __init__(self, steps: Iterable[tuple[float, StepTotals]]) -> None:
-        """`steps`: at least one step, each with its mean rows. Steps with about the same rows are combined."""
+        """`steps`: pairs of mean rows and totals; at least one. Totals with about the same rows are combined."""
         together: list[tuple[float, StepTotals]] = []  # rows, summed over the steps
         for rows, some in sorted((one for one in steps if one[1].count), key=lambda one: one[0]):
             if together and rows < _ALIKE * together[-1][0] / together[-1][1].count:
@@ -129,7 +132,7 @@ class TimeCurve:
                 together.append((rows * some.count, some))
         self._rows = [rows / some.count for rows, some in together]
         self._seconds: list[float] = []
-        for _, some in together:  # more rows never cost less: a smaller time is noise
+        for _, some in together:  # more rows never take less time: a smaller value is noise
             self._seconds.append(max(some.mean_seconds, self._seconds[-1] if self._seconds else 0.0))
 
     def at(self, rows: float) -> float:
@@ -195,7 +198,7 @@ class Examination:
 
     @property
     def has_drafts(self) -> bool:
-        """True if any draft was made under the loads that requested drafts."""
+        """True if some step verified drafts under the loads that requested drafts."""
         return any(one.counts.num_rounds and one.counts.verify.count for one in self.fixed)
 
     @property
@@ -219,9 +222,9 @@ class Examination:
 
     @property
     def network_seconds(self) -> float:
-        """Seconds between a request for drafts and their arrival, excluding the drafting, with one stream.
+        """Seconds between a request for drafts and their arrival with one stream, minus the drafting time.
 
-        Not the links' own round trip: requests for drafts made ahead are answered at once, and the shortest round trip
+        The links' own round trip is not used: if the drafter ran ahead, it answers at once, and the shortest round trip
         is not typical.
         """
         alone = self.alone.counts
@@ -229,7 +232,7 @@ class Examination:
 
     @property
     def survival(self) -> tuple[float, ...]:
-        """Share of drafts at depth 1, 2, ... that are committed, each from the shallowest rounds with that depth."""
+        """For depths 1, 2, ...: share of committed drafts, measured with the smallest k that includes the depth."""
         found: list[float] = []
         for one in sorted(self.fixed, key=lambda one: one.workload.num_speculative_tokens or 0):
             if one.has_reached_its_depth or not found:

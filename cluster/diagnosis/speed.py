@@ -1,12 +1,13 @@
-"""Predicts a cluster's tokens per second from the parts of its rounds, also for another draft, network or cache.
+"""Predicts a cluster's tokens per second from the parts of its rounds. The parts can be replaced to predict changes.
 
     1 / rate = (r(k) + m) / streams (step(n (1 + k)) + wait(k) + rest) + prompts
     r(k) = (1 - p) / E(k) + p      E(k) = 1 + s_1 + ... + s_k      n = streams r(k) / (r(k) + m)
 
-For each token of an answer its sequence is part of r steps. These are rounds, where s_j is the share of drafts at depth
-j that are committed, except for a share p of the tokens that are decoded without drafts, such as an answer's first.
-During m further steps the sequence's prompt is computed, so that n sequences are in a step. `prompts` are the seconds
-that a prompt adds to steps. This is the formula of `cluster.speculation.speed` with measured parts.
+For each token of an answer, its sequence is part of r steps. Most of these are rounds; s_j is the share of drafts at
+depth j that are committed. A share p of the tokens is decoded without drafts, such as the first token of an answer. The
+sequence misses m further steps per token, for example while its prompt is computed, so n sequences are in a step.
+`prompts` are the seconds per token that prompts add to steps. This is the formula of `cluster.speculation.speed` with
+measured parts.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class SpeedModel:
     """Prediction of a cluster's speed from measured parts. Times are in seconds."""
 
     num_streams: float  # streams that do not wait for blocks
-    survival: tuple[float, ...]  # by depth from 1; beyond the last, it falls at the rate of the last position
+    survival: tuple[float, ...]  # by depth from 1; deeper survival falls at the rate of the last position
     steps: TimeCurve  # over rows
     drafting: TimeCurve  # drafting time of a round for all sequences, over its depth
     draft_seconds: float  # time of a draft step, at the reported depth
@@ -43,7 +44,7 @@ class SpeedModel:
     def of(cls, found: Examination) -> SpeedModel:
         """Returns the model of the cluster that was measured in `found`.
 
-        Steps, drafting and acceptance are over all depths; the rest of a round is that at the fastest depth.
+        Steps, drafting and acceptance are measured over all depths. All other parts are those at the fastest depth.
         """
         plain, told = found.plain.counts, found.told.counts
         drafted = [one.counts for one in (*found.fixed, found.auto)]
@@ -83,7 +84,7 @@ class SpeedModel:
         return tokens_per_round(self.survival_at(place) for place in range(1, depth + 1))
 
     def acceptance(self, depth: int) -> float:
-        """Returns the acceptance of draft tokens in rounds of `depth` whose predecessors were all accepted."""
+        """Returns the acceptance rate in rounds of `depth` of draft tokens whose predecessors were all accepted."""
         num_tested = self.tokens_per_round(depth - 1)
         return (self.tokens_per_round(depth) - 1.0) / num_tested
 
@@ -96,7 +97,7 @@ class SpeedModel:
         return self.steps.at(num_sequences * (1 + depth))
 
     def _steps_a_token(self, depth: int) -> float:
-        """Returns the number of steps per token that a sequence is part of."""
+        """Returns the number of steps per token in which a sequence takes part."""
         return (1.0 - self.plain_share) / self.tokens_per_round(depth) + self.plain_share
 
     def rate(self, depth: int) -> float:
@@ -131,8 +132,8 @@ class SpeedModel:
     def with_draft(self, seconds: float) -> SpeedModel:
         """Returns the model with another draft whose steps take `seconds`.
 
-        This also changes the time that the draft adds to the target's prompts: on shared cores a prompt takes the
-        target longer while the draft computes it, too.
+        This also changes the time of the target's prompts: on shared cores, the target takes longer for a prompt while
+        the draft computes the same prompt.
         """
         beside = max(0.0, self.prompt_seconds - self.plain_prompt_seconds)
         less = min(1.0, seconds / self.draft_seconds) if self.draft_seconds else 1.0

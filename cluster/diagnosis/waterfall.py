@@ -1,9 +1,9 @@
 """Explains the difference between the formula's speedup and the measured one, cause by cause.
 
-The formula, E(a, k) t / (k t_draft + t + t_net), takes four idealised numbers: one acceptance a for every position, the
-draft's time when it is otherwise idle, a verify step that takes no longer than a decode step, and a round without any
-other parts. Each stage replaces one of them with its measurement, and the loss of speedup is the share of that cause.
-The difference between the last stage and the measured speedup is not explained.
+The formula, E(a, k) t / (k t_draft + t + t_net), makes four ideal assumptions: the same acceptance a at every position,
+a draft that is otherwise idle, a verify step that takes no longer than a decode step, and a round without any other
+parts. Each stage replaces an assumption by a measurement, and the loss of speedup is the share of that cause. The
+difference between the last stage and the measured speedup is unexplained.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Waterfall:
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """Expectations of the draft before it served."""
+    """Expected properties of the draft before it served the load."""
 
     acceptance: float  # acceptance rate of a draft token
     draft_seconds: float
@@ -93,16 +93,17 @@ def waterfall(plain: Measured, drafted: Measured, thought: Thought, network_seco
 def _bookkeeping(counts: Counts, asked_seconds: float) -> float:
     """Returns the part of a round that is neither its step nor drafting.
 
-    It is the time by which the wait is longer (or shorter, if it overlaps), and the engine's loop between steps."""
+    It consists of the engine's loop between steps, and of the wait minus `asked_seconds` (negative with overlap)."""
     longer = counts.wait_a_step - asked_seconds if counts.verify.count else 0.0
     return longer + counts.bookkeeping_a_step
 
 
 def thought_of(alone: Measured, drafted: Measured, *, equal: float | None, earlier: float | None) -> Thought:
-    """Returns the expectations of a draft from measurements.
+    """Returns the expected properties of a draft, from measurements.
 
-    `alone`: one stream with drafts, while the draft was otherwise idle. `equal`: acceptance if drafts are sampled as
-    the target's tokens are. `earlier`: acceptance of the same draft when it was new. None: the current acceptance.
+    `alone`: load of one stream with drafts, so the draft was otherwise idle. `equal`: acceptance if drafts are sampled
+    like the target's tokens; None: `earlier`. `earlier`: acceptance of the same draft when it was new; None: the
+    current acceptance.
     """
     survival = drafted.counts.survival
     now = survival[0] if survival else 0.0

@@ -1,4 +1,4 @@
-"""Compiles the grammars of requests into grammars for matchers, in bounded time, each once."""
+"""Compiles the grammars of requests for matchers. Compiles each grammar once, in bounded time."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_COMPILE_SECONDS = 5.0  # processor time: on busy cores it takes longer
-_WAIT_SECONDS = 60.0  # time that one grammar may wait
+_COMPILE_SECONDS = 5.0  # maximum processor time; on busy cores a compilation takes longer
+_WAIT_SECONDS = 60.0  # maximum time for the answer to one grammar
 _LOOK_SECONDS = 0.1  # interval between two checks of a grammar's compile time
 _START_SECONDS = 60.0  # mostly imports
 _MAX_KEPT_BYTES = 128 * 2**20  # size of the kept grammars in serialized form; in memory they take about as much again
@@ -46,7 +46,7 @@ class _Work:
 class GrammarCompiler:
     """Compiles in a separate process, one grammar at a time; belongs to one event loop.
 
-    The process starts with the first grammar. It is ended if a grammar takes too long, or too much memory.
+    The process starts with the first grammar. It is killed if a grammar takes too much time or memory.
     """
 
     def __init__(self, folder: Path, vocab_size: int, end_token_ids: Sequence[int]) -> None:
@@ -62,7 +62,7 @@ class GrammarCompiler:
     async def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Returns the compiled grammar. Raises InvalidRequestError if `grammar` is invalid or too large.
 
-        Raises OverloadedError.
+        Raises OverloadedError if too many grammars wait.
         """
         if grammar in self._kept:
             self._kept.move_to_end(grammar)
@@ -75,14 +75,14 @@ class GrammarCompiler:
             work.result.add_done_callback(_note_error)
         work.num_waiting += 1
         try:
-            return await asyncio.shield(work.result)  # shielded, as other requests may wait for it too
+            return await asyncio.shield(work.result)  # shielded, because other requests may wait for it too
         finally:
             work.num_waiting -= 1
-            # A compilation continues even if no request waits for it: to stop it the process must be killed, and
-            # restarting the process takes longer than nearly every grammar.
+            # A compilation that has begun continues even if no request waits for it. Only killing the process can stop
+            # it, and restarting the process takes longer than almost every compilation.
             if not work.num_waiting and not work.has_begun:
                 work.result.cancel()
-                del self._work[grammar]  # removed here, as the task ends later: the next request starts a new one
+                del self._work[grammar]  # the task ends later, but the next request must start a new one
 
     async def _compile_in_turn(self, grammar: Grammar) -> CompiledGrammar:
         async with self._turn:
@@ -123,17 +123,17 @@ class GrammarCompiler:
                 "the grammar cannot be compiled: it is too deep, or needs too much memory"
             ) from None
         finally:
-            if not has_answered:  # for any exception: its answer must not be taken for that of the next grammar
+            if not has_answered:  # after any exception: a late answer must not be taken for that of the next grammar
                 await self._end(process)
         if "error" in answer:
             raise InvalidRequestError(f"the grammar cannot be used: {answer['error'] or 'xgrammar reports no reason'}")
         assert self._vocabulary is not None
-        # In a thread: an answer of many megabytes takes seconds, which would block the event loop.
+        # In a thread, because reading an answer of many megabytes takes seconds and would block the event loop.
         compiled = await asyncio.to_thread(self._matching.read_compiled, written, self._vocabulary)
         return CompiledGrammar(partial(self._matching.make_matcher, compiled), written, self._written)
 
     async def _ask_in_time(self, process: asyncio.subprocess.Process, asked: bytes) -> tuple[dict[str, Any], str]:
-        """Returns the result of `_ask`. Raises TimeoutError if `process` computes for too long, or does not answer."""
+        """Returns the result of `_ask`. Raises TimeoutError if `process` uses too much time, or does not answer."""
         asking = asyncio.create_task(self._ask(process, asked))
         started_at, loop = _processor_seconds(process), asyncio.get_running_loop()
         until = loop.time() + _WAIT_SECONDS
@@ -164,7 +164,7 @@ class GrammarCompiler:
             *self._arguments,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,  # xgrammar's warnings, which quote what clients sent
+            stderr=asyncio.subprocess.DEVNULL,  # discards xgrammar's warnings, which quote text of clients
         )
         try:
             written = (await asyncio.wait_for(_read(process), _START_SECONDS)).decode()
@@ -175,8 +175,8 @@ class GrammarCompiler:
                 raise InternalError("grammars cannot be compiled here") from error
             raise
         if self._vocabulary is None:
-            # xgrammar takes a second to be imported, with transformers, which it needs: a worker without grammars does
-            # without.
+            # Imported at the first grammar: the import of xgrammar and transformers takes a second, and workers without
+            # grammars do not need them.
             self._matching = await asyncio.to_thread(importlib.import_module, "cluster.grammars.matching")
             self._written = written
             self._vocabulary = self._matching.read_vocabulary(self._written)
@@ -188,13 +188,13 @@ class GrammarCompiler:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         assert process.stdout is not None
-        # Its pipes close with it, but asyncio does not notice and waits forever as long as output is unread.
+        # Read the rest of the output: otherwise asyncio does not detect that the process has ended, and waits forever.
         await process.stdout.read()
         await process.wait()
 
 
 def _note_error(result: asyncio.Task[CompiledGrammar]) -> None:
-    """Marks the error of `result` as seen; otherwise asyncio would log it if no caller waits any more."""
+    """Marks the error of `result` as retrieved. Otherwise asyncio would log it if no caller waits any more."""
     if not result.cancelled():
         result.exception()
 

@@ -1,4 +1,4 @@
-"""Interface of a text's state in its grammar, for engines. Its imports are fast."""
+"""Interface between engines and grammars: the state of a text in its grammar. Its imports are fast."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Matcher(Protocol):
     def fill_next_token_bitmask(self, bitmask: torch.Tensor, index: int, /) -> bool: ...
 
     def likely_token_ids(self, most: int, /) -> Sequence[int]:
-        """Returns at most `most` tokens that probably come next, because the grammar allows one text only.
+        """Returns at most `most` tokens that probably come next, because the grammar allows only one text.
 
-        Must not be called after the end.
+        Must not be called after the end of the text.
         """
 
 

@@ -2,9 +2,9 @@
 
     python -m cluster.grammars.process FOLDER VOCAB_SIZE [END_TOKEN_ID ...]
 
-The first frame that it writes is the vocabulary in xgrammar's format. Each later request `{"form": ..., "text": ...}`
-is answered with `{"error": ...}` or `{}`. After `{}` the grammar follows in a frame of its own, because it may have
-many megabytes: a line with its form, then xgrammar's format.
+The process first writes a frame with the vocabulary in xgrammar's format. It answers each request `{"form": ...,
+"text": ...}` with `{"error": ...}` or `{}`. After `{}` it writes the grammar in a separate frame, because the grammar
+may have many megabytes: a line with its form, then xgrammar's format.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ def _write(text: str) -> None:
 
 
 def _end_with_parent() -> None:
-    """Ends this process with its parent.
+    """Makes the kernel kill this process when its parent ends.
 
-    A killed worker closes the pipe, but that is only noticed after the current grammar is compiled, if ever.
+    A killed worker closes the pipe, but this process would only detect that after it has compiled the current grammar.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

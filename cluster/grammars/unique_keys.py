@@ -1,4 +1,4 @@
-"""Forbids repeating a key within an object of a JSON text, which grammars can do for listed keys only."""
+"""Forbids repeated keys within an object of a JSON text. Grammars can do this only for listed keys."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class _Place:
     container: _Container | None = None
     is_in_string: bool = False
     is_escaped: bool = False  # the next byte follows a backslash
-    key: bytes | None = None  # the key as far as it was written; None: no key is being written
+    key: bytes | None = None  # the written part of the current key; None: the place is not in a key
 
     def after(self, text: bytes) -> _Place | None:
-        """Returns the place after `text`; None if it completes a key that its object has already."""
+        """Returns the place after `text`; None if `text` completes a key that its object already has."""
         place: _Place | None = self
         for byte in text:
             assert place is not None
@@ -77,7 +77,7 @@ class _Place:
 
 
 def _name(key: bytes) -> str:
-    """Returns the key that readers of the text will see."""
+    """Returns the key with its escapes decoded, as a parser reads it."""
     text = key.decode(errors="replace")
     try:
         return str(json.loads(f'"{text}"')) if "\\" in text else text
@@ -100,15 +100,15 @@ class QuotingTokens:
         self._endings = {ending: _ids(token_ids) for ending, token_ids in endings.items()}
 
     def that_may_repeat(self, place: _Place) -> TokenIds:
-        """Returns the tokens that may complete a key at `place` that its object has already."""
-        # A key that begins within a token and ends there: a token with two quotes.
+        """Returns the tokens that may complete a key at `place` that its object already has."""
+        # Tokens with two quotes may contain a whole key.
         candidates = [self._with_several]
         if place.key is not None and place.container is not None:
             candidates += self._endings_of(place.key, place.is_escaped, place.container.keys)
         return np.concatenate(candidates)
 
     def _endings_of(self, begun: bytes, is_escaped: bool, keys: Collection[str]) -> list[TokenIds]:
-        """Returns the tokens that may make one of `keys` of the `begun` key."""
+        """Returns the tokens that may complete the key `begun` to one of `keys`."""
         text = begun.decode(errors="replace")
         if is_escaped or "�" in text or "\\" in text:
             return [self._all] if keys else []

@@ -10,9 +10,9 @@ from tokenizers import Tokenizer
 
 
 def read_vocabulary(folder: Path, vocab_size: int, end_token_ids: Sequence[int]) -> xgrammar.TokenizerInfo:
-    """Reads the vocabulary of the model in `folder`, with `vocab_size` logits; any of `end_token_ids` ends a text.
+    """Reads the vocabulary of the model in `folder`. The model has `vocab_size` logits; `end_token_ids` end a text.
 
-    Special tokens have no text: no grammar allows them, except for those that end.
+    Special tokens have no text, so grammars allow none of them except the end tokens.
     """
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     special = {token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
@@ -20,8 +20,7 @@ def read_vocabulary(folder: Path, vocab_size: int, end_token_ids: Sequence[int])
     for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
         if token_id < vocab_size and token_id not in special:
             spelled[token_id] = token
-    # How the vocabulary spells bytes; read from the file as `from_huggingface` does, without importing
-    # all of transformers.
+    # Detect the spelling of bytes from the file, as `from_huggingface` does, but without importing all of transformers.
     how = xgrammar.TokenizerInfo._detect_metadata_from_hf(tokenizer.to_str())
     return xgrammar.TokenizerInfo(
         spelled,
