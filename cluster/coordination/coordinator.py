@@ -138,7 +138,7 @@ class Coordinator:
         self.stats.other_seconds += time.thread_time() - started_at
 
     def depth(self, sequence: SpeculativeSequence) -> int:
-        """Returns the maximum number of drafts of `sequence` in the planned step; 0 if none can be ready in time."""
+        """Returns the maximum drafts of `sequence` in the planned step; 0 if none can be ready."""
         may_come = sequence.link is not None and sequence.has_answered and not sequence.is_late
         return self.planner.verified_depth(sequence) if may_come or sequence.num_ready else 0
 

@@ -96,7 +96,7 @@ class Waits:
         awaited: Collection[SpeculativeSequence],
         seconds_to_wait: float,
     ) -> bool:
-        """Returns True if a step after the wait should commit at least as many tokens per second as a step now.
+        """Returns True if waiting should not reduce the committed tokens per second.
 
         A step now would use the drafts of `awaited` that have arrived. Returns True without a prediction if nothing is
         measured, or if all sequences are awaited and all their requests set a number of drafts.

@@ -24,7 +24,7 @@ class PromptPart:
 
 
 class PromptPace:
-    """Learns the time that prompt tokens add to a step, to choose the number of tokens that fit into a set time."""
+    """Learns the time that prompt tokens add to a step, and limits their number to a set time."""
 
     def __init__(self, max_seconds: float | None, max_rows: int) -> None:
         """`max_seconds`: time that prompts may add to a step; None: unlimited. `max_rows`: maximum rows of a step."""

@@ -71,7 +71,7 @@ class ScheduledSequence(Generic[SequenceT]):
 
     @property
     def parents(self) -> list[int] | None:
-        """Parents of the last committed token and of the drafts, as a tree; None if the drafts are a chain."""
+        """Parents of the last committed token and of the drafts; None for a chain."""
         parents = self.drafts.parents
         return None if parents is None else [-1, *(parent + 1 for parent in parents)]
 

@@ -317,7 +317,7 @@ def check(config: Config) -> None:
 
 
 def _check_times(simulation: SimulationConfig) -> None:
-    """Raises ConfigurationError for step times of 0, with which a run would not end, and for extremely long times."""
+    """Raises ConfigurationError for step times of 0, which never end a run, and for extreme ones."""
     for name, times, least in (
         ("target_step_ms", [ms for _, ms in simulation.target_step_ms], _MIN_STEP_MS),
         ("draft_step_ms", [ms for _, ms in simulation.draft_step_ms], 0.0),

@@ -24,7 +24,7 @@ class OnGpus:
 
 
 def steps_of(config: Config, target: OnGpus | None, draft: OnGpus | None, mean_context: float) -> Config:
-    """Returns `config` with simulated step times of the models on GPUs; None leaves a model's times as they are.
+    """Returns `config` with step times of models on GPUs; None keeps a model's times.
 
     The target's step time is a curve over rows without cached tokens, plus a time for each sequence to read
     `mean_context` cached tokens once. The draft's step time is a curve over sequences with `mean_context` cached

@@ -1,4 +1,4 @@
-"""Chooses the number of draft tokens of each sequence in the next round, and the shape of their tree.
+"""Chooses each sequence's number of draft tokens, and the shape of their tree.
 
 A controller is called every few steps, for all sequences together, because they share the step's time. To add a
 controller, write a class with `measures`, `choose` and `observe`, and add a line to `make_controller`.

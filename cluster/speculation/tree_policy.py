@@ -80,7 +80,7 @@ class TreePolicy:
         return self._width > 1
 
     def shape(self, num_nodes: int, time: Callable[[], RoundTime]) -> Shape | None:
-        """Returns the best tree of exactly `num_nodes` nodes if a round takes `time`; None if a chain is best."""
+        """Returns the best tree of `num_nodes` nodes for rounds of `time`; None if a chain is best."""
         if num_nodes < 2 or not self.may_branch:
             return None
         self._renew()

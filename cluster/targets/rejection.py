@@ -33,7 +33,7 @@ class _VerifiedChain:
     cache: _Cache
 
     def sample_request(self, num_rows: int) -> SampleRequest:
-        """Returns the request for the row of the last committed token and those of the first `num_rows - 1` drafts."""
+        """Returns the request for the last committed token and the first `num_rows - 1` drafts."""
         return SampleRequest(
             params=self.generation.request.params,
             noise_key=self.generation.request.noise_key,

@@ -1,4 +1,4 @@
-"""The page of a worker's metrics, over HTTP or over HTTPS with client certificates, and with an optional token."""
+"""The page of a worker's metrics: HTTP, or HTTPS with client certificates; optionally a token."""
 
 from __future__ import annotations
 

@@ -265,6 +265,6 @@ class RecordedSpeculator(StandaloneARSpeculator):
 
 
 def _at_least(number: int, recorded: Mapping[int, Callable[[], None]]) -> Callable[[], None] | None:
-    """Returns the recorded call of the smallest size with room for `number` sequences; None if all are too small."""
+    """Returns the recorded call of the smallest sufficient size; None if all are too small."""
     size = min((size for size in recorded if size >= number), default=None)
     return None if size is None else recorded[size]

@@ -71,7 +71,7 @@ class _Requests:
         self.constraints = RequestConstraints(self._vocab_size)
 
     def of_step(self, num_draft_tokens: list[int] | None = None) -> list[SampleRequest]:
-        """Returns a sample request for each request in the batch, with a row for each draft and one more."""
+        """Returns a sample request for each request, with a row per draft and one more."""
         batch = self._runner.input_batch
         requests = []
         for index, request_id in enumerate(batch.req_ids):

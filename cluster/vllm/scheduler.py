@@ -372,7 +372,7 @@ def _logprobs(found: Any, width: int | None) -> TokenLogprobs | None:
 
 
 def _with_held_back(before: Sequence[Request], held_back: set[str], scheduled: Sequence[Request]) -> list[Request]:
-    """Returns the requests of `before` that still run or were held back, in order, and then the new requests."""
+    """Returns the requests of `before` that run or were held back, then the new ones."""
     still_running = {id(request) for request in scheduled}
     known = {id(request) for request in before}
     kept = [r for r in before if r.request_id in held_back or id(r) in still_running]

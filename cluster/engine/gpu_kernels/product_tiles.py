@@ -60,7 +60,7 @@ def uses_programs_of_parts(tile: Tile, num_rows: int, num_outputs: int, parts: i
 
 
 def part_sums_bytes(num_rows: int, num_outputs: int, num_inputs: int, value_bytes: int) -> int:
-    """Returns the bytes of the partial sums that the programs write; 0 if one program sums all parts of a tile."""
+    """Returns the bytes of the partial sums; 0 if one program sums all parts of a tile."""
     parts, tile = num_parts(num_outputs, num_inputs), choose_tile(num_rows, value_bytes)
     is_split = uses_programs_of_parts(tile, num_rows, num_outputs, parts)
     return 4 * parts * num_rows * num_outputs * is_split

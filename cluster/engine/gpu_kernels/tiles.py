@@ -19,7 +19,7 @@ def num_tiles(num_rows: int, num_segments: int, group: int) -> int:
 
 
 def uses_splits(num_programs: int, num_splits: int) -> bool:
-    """Returns True if several programs should share the splits of a tile, because a GPU would not be full otherwise.
+    """Returns True if several programs must share the splits of a tile to fill a GPU.
 
     `num_programs`: number of tiles multiplied by the number of KV heads.
     """
