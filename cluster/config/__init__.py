@@ -191,8 +191,8 @@ class Config(Section):
 
     @property
     def draft_model(self) -> str:
-        """The model whose tokenizer the drafter uses: `draft.model` for `model` and `vllm`, otherwise the target."""
-        return self.draft.model if self.draft.drafter in ("model", "vllm") else self.target.model
+        """The model whose tokenizer the drafter uses: `draft.model` if the drafter has it, otherwise the target."""
+        return self.draft.model if self.draft.drafter in ("model", "parallel", "vllm") else self.target.model
 
     def tokenizer_mismatch(self, of_draft: str, of_target: str) -> str:
         """Returns the error message for a draft whose tokenizer differs from the target's, with a remedy.

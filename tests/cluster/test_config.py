@@ -8,6 +8,7 @@ from cluster.config import Config
 from cluster.config.file import load_config
 from cluster.config.speculation import SpeculationConfig
 from cluster.errors import ConfigurationError
+from services.launch.checks import check_models
 
 
 def test_no_file_gives_the_defaults():
@@ -259,3 +260,10 @@ def test_a_default_draft_that_does_not_fit_says_so_and_how_to_serve_without_it()
     named = load_config(None, ["target.model=mine", "draft.model=yours"]).tokenizer_mismatch("a", "b")
     assert named.startswith("the draft 'yours' ")
     assert named.endswith(": choose a draft with the target's tokenizer")
+
+
+@pytest.mark.parametrize("drafter", ["model", "parallel", "vllm"])
+def test_a_draft_model_needs_the_targets_tokenizer(drafter: str) -> None:
+    config = load_config(None, [f"draft.drafter={drafter}", "draft.model=outrider-draft-smollm2-135m"])
+    with pytest.raises(ConfigurationError, match="the draft 'outrider-draft-smollm2-135m'"):
+        check_models(config)
