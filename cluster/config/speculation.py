@@ -94,5 +94,8 @@ class SpeculationConfig(Section):
 
 
 def window_of(num_speculative_tokens: int, granted: int) -> int:
-    """Returns 2k+2, but at most `granted` and at least k: two proposals and the bonus tokens of two rounds."""
+    """Returns the tokens by which a draft may run ahead: 2k + 2, but at most `granted` and at least k.
+
+    They are two proposals of k = `num_speculative_tokens` tokens and the bonus tokens of two rounds.
+    """
     return max(num_speculative_tokens, min(granted, 2 * num_speculative_tokens + 2))

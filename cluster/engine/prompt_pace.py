@@ -34,7 +34,7 @@ class PromptPace:
         self._most_tokens = _FIRST_TOKENS
 
     def know(self, times: Iterable[tuple[int, float]]) -> None:
-        """Learns from steps that were timed at start. `times`: pairs of rows and seconds."""
+        """Learns from steps that were timed before the first request. `times`: rows and seconds of each step."""
         for num_rows, seconds in times:
             self._plain.observe(num_rows, seconds)
             self._learn([PromptPart(num_rows, 0)], seconds)

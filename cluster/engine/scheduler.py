@@ -189,7 +189,9 @@ class Scheduler(Generic[SequenceT]):
         return step
 
     def advance(self, scheduled: ScheduledSequence[SequenceT], num_accepted: int = 0) -> None:
-        """Counts the new tokens and accepted drafts of a finished step as computed. They must be committed."""
+        """Counts the new tokens and accepted drafts of a finished step as computed.
+
+        The caller has committed them before."""
         sequence = scheduled.sequence
         num_computed = sequence.num_computed_tokens + scheduled.num_new_tokens + num_accepted
         # Accepted drafts after an end-of-sequence token are not committed.

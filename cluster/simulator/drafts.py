@@ -125,7 +125,7 @@ class VirtualDraft:
 
 
 class VirtualLink:
-    """A target's link to a draft worker, as `cluster.coordination.base.Link`."""
+    """A simulated link from a target to a draft worker; implements `cluster.coordination.base.Link`."""
 
     def __init__(self, draft: VirtualDraft, pool: VirtualPool) -> None:
         self.address = draft.address

@@ -124,7 +124,9 @@ class SequenceAcceptance:
 
 
 def kind_of(temperature: float) -> float:
-    """Returns the temperature, in steps of 0.25, of the sequences whose acceptance is learned together."""
+    """Returns `temperature` rounded to a multiple of 0.25.
+
+    Sequences with the same rounded temperature share what is learned about acceptance."""
     return round(4 * temperature) / 4
 
 

@@ -229,9 +229,9 @@ class _Search:
     def _most(
         self, worth: FloatArray, levels: IntArray, template: Template | None, ready: FloatArray | None
     ) -> tuple[float, IntArray, float]:
-        """Returns the best rate, the numbers of drafts that reach it, and their rate in steps without prompts.
+        """Returns the best rate, the numbers of drafts that reach it, and the rate of these in steps without prompts.
 
-        Both rates are in tokens per second. `ready`: the probability that each draft is ready, for steps that do not
+        Rates are in tokens per second. `ready`: the probability that each draft is ready, for steps that do not
         wait; None for steps that wait.
         """
         place = np.broadcast_to(np.arange(1, worth.shape[1] + 1), worth.shape)
@@ -273,7 +273,9 @@ class _Search:
     def _wait_seconds(
         self, taken: npt.NDArray[np.bool_], depth_of: IntArray, place: IntArray, link_of: IntArray
     ) -> FloatArray:
-        """Returns a step's wait in seconds, [limits, tokens], if it verifies the tokens up to each position.
+        """Returns how long a step waits, in seconds, if it verifies all tokens up to each one, [limits, tokens].
+
+        Each row is for one limit of depth: it leaves out the tokens beyond that depth.
 
         The slowest link determines the wait.
         """

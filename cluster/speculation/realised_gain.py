@@ -1,8 +1,8 @@
 """Compares steps with drafts to their predicted tokens per second, and to steps without drafts.
 
 The cost model ignores some effects: different waits, late drafts, drafts that slow the target down. They show as a
-difference between predicted and measured tokens per second. This module does not learn acceptance, so its comparison
-with the prediction counts the expected tokens of a step's drafts, not the accepted ones.
+difference between predicted and measured tokens per second. Errors of the predicted acceptance are left out: the
+comparison with the prediction counts the tokens that a step's drafts were expected to yield, not the accepted ones.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ _FIRST_RANK, _LATER_RANKS, _PRIOR_ROUNDS = 0.75, 0.45, 4.0
 class Template:
     """The likeliest nodes of a tree of limited depth, best first. The first n nodes are a tree for any n.
 
-    The template describes the average sequence. `survivals` applies it to a sequence with its own acceptance of first
-    children: the remaining probability is divided among the later ranks as in the average sequence.
+    The template describes the average sequence. `survivals` adapts it to one sequence: the first child of a node has
+    the sequence's own acceptance, and the rest of the probability is divided among the others as in the template.
     """
 
     parents: Shape

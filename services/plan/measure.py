@@ -59,7 +59,10 @@ def measured_options(
     num_speculative_tokens: int | None,
     round_trip_seconds: float = LOCAL_ROUND_TRIP_SECONDS,
 ) -> list[Option]:
-    """Returns the options without speculation, and with the draft on the target's cores. Raises ConfigurationError."""
+    """Measures steps. Returns two options: without speculation, and with the draft on the target's cores.
+
+    Raises ConfigurationError if a model cannot be loaded.
+    """
     times = measure_steps(config, load, temperature)
     alone = Option("no speculation", times.target)
     drafting = Drafting(times.draft, acceptance_rate, round_trip_seconds)

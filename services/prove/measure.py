@@ -177,9 +177,9 @@ def _stop(system: System, limit: TimeLimit) -> None:
 
 
 def _warm(system: System, experiment: Experiment) -> None:
-    """Sends other prompts at each number of streams.
+    """Sends prompts that are not measured, at each number of streams.
 
-    Kernels are compiled, and the controller collects its first measurements.
+    So kernels are compiled, and the controller has its first measurements.
     """
     for num_streams in experiment.streams:
         first = max(experiment.streams) * experiment.answers

@@ -60,7 +60,9 @@ class RouterAccess:
 
 @dataclass(frozen=True, slots=True)
 class PoolAccess:
-    """Access to the workers of one pool, target or draft. `named`: pages whose addresses the operator gave."""
+    """Access to the workers of one pool, target or draft.
+
+    `named`: URLs of metrics pages that the operator gave."""
 
     pool: str
     dialer: Dialer = PLAIN

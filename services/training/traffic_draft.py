@@ -153,7 +153,7 @@ def _logits_of(states: Tensor, head: Tensor, token_ids: Sequence[npt.NDArray[np.
 
 
 def _answer_states(model: LlamaForCausalLM, lessons: Sequence[Lesson]) -> Tensor:
-    """Returns the states of all places, answer by answer, [places, hidden_size]."""
+    """Returns the hidden states at all places of all answers, one answer after the other, [places, hidden_size]."""
     rows = [lesson.answer.all_token_ids[:-1] for lesson in lessons]
     width = max(map(len, rows))
     # The padding after a row does not affect it, because attention is causal.

@@ -32,7 +32,7 @@ def build_app(args: Mapping[str, Any]) -> Application:
 
 
 def config_of(args: Mapping[str, Any]) -> Config:
-    """Raises ConfigurationError."""
+    """Returns the configuration that the application's `args` give. Raises ConfigurationError."""
     tree: dict[str, Any] = {}
     overrides = []
     for key, value in args.items():
