@@ -37,8 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "changes that help. Its requests share the cluster with others, which make the measurements less certain."
     )
     parser.epilog = (
-        "example: outrider doctor --url http://127.0.0.1:8000 --streams 4. For a first look in about half a minute add "
-        "--seconds 1 --repeats 1; its figures vary more."
+        "With --seconds 1 --repeats 1 a first look takes about half a minute, and its figures vary more. "
+        "example: outrider doctor --url http://127.0.0.1:8000 --streams 4"
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
