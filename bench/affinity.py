@@ -16,19 +16,17 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import random
 import statistics
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
 
+from bench.cells import write_cells
 from bench.in_process import SIMULATED
 from cluster.config.file import load_config
 from cluster.engine.memory_plan import PlannedModel
@@ -112,8 +110,12 @@ class Turn(Arrival):
 class Conversations:
     """Traffic of conversations that begin at random and go on with the answers that they get."""
 
-    def __init__(self, workload: Workload, rate: float, until: float, seed: int) -> None:
+    def __init__(
+        self, workload: Workload, rate: float, until: float, seed: int, ended: Callable[[EndedRequest], None]
+    ) -> None:
+        """`ended` is called with each answer."""
         self.answers: list[EndedRequest] = []
+        self._ended = ended
         self._workload, self._rate, self._until = workload, rate, until
         self._rng = random.Random(seed)
         self._system = self._tokens(random.Random(99), workload.system_tokens)
@@ -129,6 +131,7 @@ class Conversations:
 
     def after(self, answer: EndedRequest) -> Turn | None:
         self.answers.append(answer)
+        self._ended(answer)
         turn = answer.arrival
         assert isinstance(turn, Turn)
         talk, number = turn.conversation, turn.number + 1
@@ -180,6 +183,7 @@ class Router:
         self._rng = random.Random(5)
 
     def choose(self, turn: Turn, in_flight: Sequence[InFlight]) -> int:
+        """Returns the index of the target that gets `turn`, and counts it there."""
         self._num_chosen += 1
         views, uncached = self.views, self._uncached
         for view, requests in zip(views, in_flight, strict=True):
@@ -189,6 +193,15 @@ class Router:
                 view.prefixes.add(view.computing.pop(number))
         name = str(turn.conversation.number)
         key = RoutingKey.of(turn.token_ids, opening="", name=name, root="")
+        index = self._index_for(key)
+        view = views[index]
+        view.num_own += 1
+        uncached[id(turn)] = key.num_uncached(view)
+        view.computing[id(turn)] = key.hashes
+        return index
+
+    def _index_for(self, key: RoutingKey) -> int:
+        views = self.views
         match self._arm:
             case "round robin":
                 return self._num_chosen % len(views)
@@ -216,13 +229,6 @@ class Router:
             scores.append(3 * matched + 2 * queue + 2 * (1.0 - min(view.load * self._kv_share, 1.0)))
         best = max(scores)
         return self._rng.choice([index for index, score in enumerate(scores) if score == best])
-
-    def sent(self, turn: Turn, index: int) -> None:
-        view = self.views[index]
-        key = RoutingKey.of(turn.token_ids, opening="", name="", root="")
-        view.num_own += 1
-        self._uncached[id(turn)] = key.num_uncached(view)
-        view.computing[id(turn)] = key.hashes
 
     def ended(self, turn: Arrival, index: int) -> None:
         view = self.views[index]
@@ -252,7 +258,6 @@ class Routers:
                     view.num_others = requests.number - view.num_own
         router = self._rng.choice(self._routers)
         index = router.choose(arrival, in_flight)
-        router.sent(arrival, index)
         self._sent[id(arrival)] = router, index
         return index
 
@@ -293,15 +298,8 @@ def _cluster(case: Case, traffic: Conversations, choose: Choose) -> SimulatedClu
 
 
 def run(case: Case) -> tuple[Conversations, SimulatedCluster]:
-    traffic = Conversations(WORKLOADS[case.workload], case.conversations_per_second, case.seconds, case.seed)
-    routers = Routers(case)
-    after = traffic.after
-
-    def ended(answer: EndedRequest) -> Turn | None:
-        routers.ended(answer)
-        return after(answer)
-
-    traffic.after = ended  # type: ignore[method-assign]
+    routers, mix = Routers(case), WORKLOADS[case.workload]
+    traffic = Conversations(mix, case.conversations_per_second, case.seconds, case.seed, routers.ended)
     cluster = _cluster(case, traffic, routers.choose)
     cluster.run()
     return traffic, cluster
@@ -393,7 +391,7 @@ def _row(cells: Sequence[Cell]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.affinity", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--arms", type=lambda text: text.split(","), default=[*ARMS])
-    parser.add_argument("--seconds", type=float, default=100.0, help="of virtual time, of which the second half counts")
+    parser.add_argument("--seconds", type=float, default=100.0, help="of virtual time; the second half counts")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--parallel", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("bench/results/affinity.json"))
@@ -408,14 +406,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for found in pool.map(measure_all, scenarios, arms, seconds, repeats):
             cells += found
             print(_row(found), flush=True)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    result = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "commit": commit.stdout.strip(),
-        "command": " ".join(["python -m bench.affinity", *(sys.argv[1:] if argv is None else argv)]),
-        "cells": [asdict(cell) for cell in cells],
-    }
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_cells(arguments.out, "bench.affinity", argv, [asdict(cell) for cell in cells])
     return 0
 
 

@@ -24,17 +24,15 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from bench import simulate
+from bench.cells import write_cells
 from bench.in_process import SIMULATED
 from cluster.config import Config
 from cluster.config.file import load_config
@@ -249,15 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for cell in simulated:
             cells.append(cell)
             print(_row(cell), flush=True)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    result = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "commit": commit.stdout.strip(),
-        "command": " ".join(["python -m bench.pool", *(sys.argv[1:] if argv is None else argv)]),
-        "cells": [cell.columns() for cell in cells],
-    }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_cells(arguments.out, "bench.pool", argv, [cell.columns() for cell in cells])
     return 0
 
 

@@ -152,9 +152,8 @@ class Openings:
         if self._config.acceptance in ("greedy", "engine"):
             params = replace(params, temperature=0.0)
         elif self._config.acceptance == "rejection":
-            noise_key = noise_key.within(
-                NoiseDomain.DRAFT
-            )  # the noise that drew a draft must not decide its acceptance
+            # The noise that drew a draft must not decide its acceptance.
+            noise_key = noise_key.within(NoiseDomain.DRAFT)
         return Open(
             sequence.wire_id,
             list(sequence.token_ids),

@@ -62,7 +62,8 @@ class RouterAccess:
 class PoolAccess:
     """Access to the workers of one pool, target or draft.
 
-    `named`: URLs of metrics pages that the operator gave."""
+    `named`: URLs of metrics pages that the operator gave.
+    """
 
     pool: str
     dialer: Dialer = PLAIN
