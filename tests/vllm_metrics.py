@@ -26,6 +26,7 @@ DASHBOARDS = (
     "vllm:request_params_max_tokens_bucket",
     "vllm:request_params_n_bucket",
     "vllm:prompt_tokens_cached_total",
+    "vllm:prompt_tokens_by_source_total",
 )
 # Series that they query of each engine: of targets' pages.
 ENGINES = (
@@ -41,4 +42,6 @@ ENGINES = (
     "vllm:request_inference_time_seconds_bucket",
     "vllm:request_prefill_kv_computed_tokens_bucket",
     "vllm:iteration_tokens_total_bucket",
+    "vllm:request_num_preemptions_bucket",
+    "vllm:num_requests_waiting_by_reason",
 )

@@ -242,6 +242,7 @@ class Scheduler(Generic[SequenceT]):
         sequence = self.running.pop()
         self._blocks.free(sequence.block_table)
         sequence.num_computed_tokens = 0
+        sequence.num_preemptions += 1
         bisect.insort_left(self.waiting, sequence, key=_priority)
         self.num_preemptions += 1
 

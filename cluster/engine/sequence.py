@@ -30,6 +30,7 @@ class Sequence:
     cache_root: bytes | None = None  # KV is shared only between sequences with the same root
     first_unscored: int | None = None  # first prompt token that is not scored yet; None: prompt tokens are not scored
     num_computed_tokens: int = 0
+    num_preemptions: int = 0
     block_table: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     num_cached_tokens: int | None = None  # found in the prefix cache at the first admission; None: not admitted yet

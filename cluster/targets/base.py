@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cluster.constraints import UNCONSTRAINED, Constraints
@@ -111,6 +111,20 @@ class TargetLoad:
     num_draft_endpoints: int = 0  # listed draft workers
     num_waiting_tokens: int = 0  # tokens of the waiting sequences
     demand: DraftDemand | None = None  # None: the gain of drafts is unknown
+
+
+def load_readings(load: TargetLoad, num_deferred: int = 0) -> Iterator[Reading]:
+    """Yields the readings of waiting sequences and KV blocks.
+
+    `num_deferred`: waiting sequences that the last step passed over, for example because an adapter had no slot.
+    """
+    waiting = "Sequences that wait for KV blocks."
+    yield Reading("vllm:num_requests_waiting", waiting, load.num_waiting)
+    reasons = "Waiting sequences by reason: for room (capacity), or passed over because of another limit (deferred)."
+    for reason, number in (("capacity", load.num_waiting - num_deferred), ("deferred", num_deferred)):
+        yield Reading("vllm:num_requests_waiting_by_reason", reasons, max(0, number), labels={"reason": reason})
+    usage = load.num_used_blocks / load.num_blocks
+    yield Reading("vllm:kv_cache_usage_perc", "Share of the KV blocks in use, from 0 to 1.", usage)
 
 
 Publish = Callable[[Sequence[GenerationOutput]], None]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from cluster.telemetry.metrics import LATENCY_BUCKETS, Reading, Tally
 
 _STEP_TOKEN_BUCKETS = (1, *(2**power for power in range(3, 15)))
+_PREEMPTION_BUCKETS = (1, 2, 3, 4, 5, 10, 20)  # vLLM's
 _PROMPT_TOKEN_BUCKETS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 
 
@@ -29,6 +30,7 @@ class RequestTimes:
         self._clock = clock
         self._requests: dict[str, _Request] = {}  # running ones, by ID
         self._queue, self._prefill, self._decode, self._inference = (Tally(LATENCY_BUCKETS) for _ in range(4))
+        self._preemptions = Tally(_PREEMPTION_BUCKETS)
         self._computed = Tally(_PROMPT_TOKEN_BUCKETS)
         self._step_tokens = Tally(_STEP_TOKEN_BUCKETS)
 
@@ -47,9 +49,11 @@ class RequestTimes:
             request.first_token_at = self._clock()
             self._prefill.observe(request.first_token_at - request.admitted_at)
 
-    def ended(self, request_id: str) -> None:
+    def ended(self, request_id: str, num_preemptions: int) -> None:
         """Records the end of a request, for any reason."""
         request = self._requests.pop(request_id, None)
+        if request is not None:
+            self._preemptions.observe(num_preemptions)
         if request is not None and request.first_token_at is not None:
             now = self._clock()
             self._decode.observe(now - request.first_token_at)
@@ -68,6 +72,8 @@ class RequestTimes:
         )
         for name, what, tally in times:
             yield tally.reading(f"vllm:request_{name}_time_seconds", f"Time {what}.")
+        preempted = "How many times a sequence was preempted."
+        yield self._preemptions.reading("vllm:request_num_preemptions", preempted)
         uncached = "Tokens of admitted sequences that were not in the prefix cache."
         yield self._computed.reading("vllm:request_prefill_kv_computed_tokens", uncached)
         yield self._step_tokens.reading("vllm:iteration_tokens_total", "Tokens of a step, drafts included.")

@@ -28,6 +28,7 @@ from cluster.targets.base import (
     Target,
     TargetLoad,
     TargetModel,
+    load_readings,
     no_adapter,
 )
 from cluster.targets.heartbeat import Heartbeat
@@ -170,9 +171,7 @@ class StepLoop(Target):
 
     def readings(self) -> Iterable[Reading]:
         load, committed = self.load(), self._num_committed_tokens
-        yield Reading("vllm:num_requests_waiting", "Sequences that wait for KV blocks.", load.num_waiting)
-        usage = load.num_used_blocks / load.num_blocks
-        yield Reading("vllm:kv_cache_usage_perc", "Share of the KV blocks in use, from 0 to 1.", usage)
+        yield from load_readings(load)
         yield Reading("outrider_committed_tokens", "Tokens committed.", committed, is_counter=True)
         failed = "Failed steps, whose requests ended with an error."
         yield Reading("outrider_failed_steps", failed, self._num_failed_steps, is_counter=True)
@@ -391,7 +390,7 @@ class StepLoop(Target):
         self._scheduler.remove(*generations)
         for generation in generations:
             del self._generations[generation.request.request_id]
-            self._request_times.ended(generation.request.request_id)
+            self._request_times.ended(generation.request.request_id, generation.num_preemptions)
             self._coordinator.close(generation.speculative)
             self._forget(generation)
 

@@ -95,7 +95,7 @@ def create_app(config: Config) -> Starlette:
         metrics=metrics,
         feed=Feed(Workers(pool).observe),
         switch=SpeculationSwitch(config.router.speculation_percentage, metrics),
-        budget=PromptBudget(config.router.max_waiting_tokens),
+        budget=PromptBudget(config.router.max_waiting_tokens, metrics),
         salts_by_key=config.router.cache_salt == "key",
         max_body_bytes=config.router.max_body_bytes,
         max_pause_seconds=config.router.max_pause_seconds,

@@ -6,6 +6,7 @@ Metrics that vLLM has too keep its names; all others start with `outrider_`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
@@ -14,6 +15,9 @@ from prometheus_client.registry import Collector
 from cluster.telemetry.metrics import LATENCY_BUCKETS, Tally
 
 ROUTER_ENGINE = "router"  # value of vLLM's label `engine` on a router's page, which covers all its targets
+
+Rejection = Literal["max_num_queued_reqs", "max_num_queued_tokens"]
+"vLLM's names of the limits for which a request is refused."
 
 _TOKEN_BUCKETS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 _CHOICE_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
@@ -69,7 +73,7 @@ class RouterMetrics:
             ["model_name", "engine"],
             registry=registry,
         ).labels(model_name, ROUTER_ENGINE)
-        self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of answered requests.")
+        self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of answered requests.")
         self.time_to_first_token = histogram(
             "vllm:time_to_first_token_seconds",
             "Time from a request's arrival to its first token.",
@@ -89,9 +93,23 @@ class RouterMetrics:
             "Time from the first token of a choice to its last, per token after the first: decoding alone.",
             _INTER_TOKEN_BUCKETS,
         )
-        self.prompt_tokens_cached = counter(
+        self._prompt_tokens_cached = counter(
             "vllm:prompt_tokens_cached", "Prompt tokens of answered requests that were in a target's prefix cache."
         )
+        self._prompt_tokens_by_source = Counter(
+            "vllm:prompt_tokens_by_source",
+            "Prompt tokens of answered requests: computed (local_compute), or found in a target's prefix cache "
+            "(local_cache_hit).",
+            ["model_name", "engine", "source"],
+            registry=registry,
+        )
+        self._prompt_tokens_predicted = Counter(
+            "outrider_prompt_tokens_predicted",
+            "Prompt tokens of answered requests that the router expected in the chosen target's prefix cache; "
+            "vllm:prompt_tokens_cached counts those that were there.",
+            ["model_name"],
+            registry=registry,
+        ).labels(model_name)
         self.request_prompt_tokens = histogram(
             "vllm:request_prompt_tokens", "Prompt tokens of choices that have ended.", _TOKEN_BUCKETS
         )
@@ -106,6 +124,19 @@ class RouterMetrics:
             "vllm:request_success",
             "Choices that have ended, by how: stop, length, abort (the client left) or error.",
             ["model_name", "engine", "finished_reason"],
+            registry=registry,
+        )
+        self._rejections = Counter(
+            "vllm:admission_rejections",
+            "Requests refused because of a limit: of requests at once (max_num_queued_reqs) or of prompt tokens "
+            "(max_num_queued_tokens).",
+            ["model_name", "reason"],
+            registry=registry,
+        )
+        self._parsed_for_calls = Counter(
+            "vllm:tool_call_parser_invocations",
+            "Choices that were read for calls of tools, once each, by whether they had one.",
+            ["model_name", "mode", "outcome", "request_type"],
             registry=registry,
         )
         self._decode_seconds = Counter(
@@ -161,6 +192,26 @@ class RouterMetrics:
     def count_request(self, code: int) -> None:
         """Counts one request that ended with `code`."""
         self._requests.labels(self._model_name, str(code)).inc()
+
+    def count_prompt(self, num_tokens: int, num_cached: int, num_predicted: int) -> None:
+        """Counts a prompt of `num_tokens`.
+
+        `num_cached` tokens were in the target's prefix cache, and the router had expected `num_predicted` there.
+        """
+        self._prompt_tokens.inc(num_tokens)
+        self._prompt_tokens_cached.inc(num_cached)
+        self._prompt_tokens_predicted.inc(num_predicted)
+        for source, number in (("local_compute", num_tokens - num_cached), ("local_cache_hit", num_cached)):
+            self._prompt_tokens_by_source.labels(self._model_name, ROUTER_ENGINE, source).inc(number)
+
+    def count_rejection(self, reason: Rejection) -> None:
+        """Counts one request that was refused because of a limit."""
+        self._rejections.labels(self._model_name, reason).inc()
+
+    def count_parsed(self, request_type: str, *, is_streamed: bool, has_call: bool) -> None:
+        """Counts one choice that was read for calls of tools."""
+        mode, outcome = "streaming" if is_streamed else "non_streaming", "tool_call" if has_call else "no_tool_call"
+        self._parsed_for_calls.labels(self._model_name, mode, outcome, request_type).inc()
 
     def count_end(self, finish_reason: str, num_prompt_tokens: int, num_tokens: int) -> None:
         """Counts a choice that ended with `finish_reason`: stop, length, abort or error."""

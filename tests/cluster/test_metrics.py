@@ -66,7 +66,7 @@ def test_a_target_measures_its_requests_as_vllm_does() -> None:
         now += seconds
         times.committed(request_id)
     for request_id in ("a", "aborted", "never admitted"):
-        times.ended(request_id)
+        times.ended(request_id, num_preemptions=int(request_id == "a"))
     page = values_of(generate_latest(WorkerMetrics(times.readings, "m").registry))
     labels = '{engine="0",model_name="m"}'
     for name, count, total in (
@@ -75,6 +75,7 @@ def test_a_target_measures_its_requests_as_vllm_does() -> None:
         ("decode_time_seconds", 1, 2.5),
         ("inference_time_seconds", 1, 3.0),
         ("prefill_kv_computed_tokens", 3, 705),
+        ("num_preemptions", 2, 1),
     ):
         found = page[f"vllm:request_{name}_count{labels}"], page[f"vllm:request_{name}_sum{labels}"]
         assert found == (count, total), name

@@ -26,7 +26,7 @@ from cluster.errors import first_line
 from cluster.interpreter import switch_threads_soon
 from cluster.placement.place import Place
 from cluster.speculation.drafts import Drafts
-from cluster.targets.base import GenerationOutput, TargetLoad
+from cluster.targets.base import GenerationOutput, TargetLoad, load_readings
 from cluster.targets.heartbeat import Heartbeat
 from cluster.targets.request_times import RequestTimes
 from cluster.targets.vllm.channel import Endpoints, Failed, Outputs, Profiled, Status, VocabularyMessage, connect
@@ -103,7 +103,7 @@ class CoordinatedScheduler(RoundScheduler):
             self.rounds = DeviceRounds(self.max_drafts, speculation.num_speculative_tokens, is_fixed=is_fixed)
         self.on_step = self._publish
         self._constraints = RequestConstraints(self.vllm_config.model_config.get_vocab_size())
-        self._ended: list[str] = []  # requests that ended since the last step
+        self._ended: list[Request] = []  # since the last step
         self._num_cached_tokens: dict[str, int] = {}  # by request that has not committed a token yet
         self._links = Links(settings.new_pool)
         self._follower = TimelineReader()
@@ -113,10 +113,10 @@ class CoordinatedScheduler(RoundScheduler):
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         self._heartbeat.begin()
-        self._constraints.forget(self._ended)
-        for request_id in self._ended:
-            self._num_cached_tokens.pop(request_id, None)
-            self._request_times.ended(request_id)
+        self._constraints.forget([request.request_id for request in self._ended])
+        for request in self._ended:
+            self._num_cached_tokens.pop(request.request_id, None)
+            self._request_times.ended(request.request_id, request.num_preemptions)
         self._ended.clear()
         output = super().schedule(throttle_prefills)
         admitted_now = self.admitted(output)
@@ -150,7 +150,7 @@ class CoordinatedScheduler(RoundScheduler):
         return constraint.drafts(Drafts(proposed[:most]), most).token_ids
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
-        self._ended.append(request.request_id)
+        self._ended.append(request)
         return super()._free_request(request, delay_free_blocks)
 
     def _constraint(self, request: Request) -> TokenConstraint | None:
@@ -250,10 +250,8 @@ class CoordinatedScheduler(RoundScheduler):
             return Reading(name, documentation, value, is_counter=True)
 
         yield Reading("vllm:num_requests_running", "Sequences that hold KV blocks.", load.num_running)
-        yield Reading("vllm:num_requests_waiting", "Sequences that wait for KV blocks.", load.num_waiting)
+        yield from load_readings(load, num_deferred=len(self.deferred_waiting))
         yield counter("vllm:num_preemptions", "Sequences preempted because blocks were missing.", self.num_preemptions)
-        usage = load.num_used_blocks / load.num_blocks
-        yield Reading("vllm:kv_cache_usage_perc", "Share of the KV blocks in use, from 0 to 1.", usage)
         yield Reading("outrider_kv_blocks", "Total KV blocks.", load.num_blocks)
         yield Reading("outrider_kv_blocks_used", "KV blocks in use.", load.num_used_blocks)
         yield counter("vllm:prefix_cache_queries", "Tokens of admitted sequences.", self.num_queried_tokens)

@@ -199,7 +199,7 @@ class ApiEndpoint(abc.ABC, Generic[R]):
         if self._serving.traffic is not None:
             self._serving.traffic.add(prompts.token_ids)
         prompt_lens = [len(prompt) for prompt in prompts.token_ids]
-        observer.begin(request, reply, self._serving.model_id, adapter, prompt_lens)
+        observer.begin(request, reply, self._serving.model_id, adapter, prompt_lens, reader)
         form, window = self._text_format(request, reader, limits), StartWindow()
         sequences = [
             generate(

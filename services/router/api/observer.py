@@ -8,6 +8,7 @@ from types import TracebackType
 
 from starlette.types import Scope
 
+from cluster.errors import OverloadedError
 from cluster.wire.replies import UNFINISHED, CallReply
 from services.router.access.access_log import record_of
 from services.router.access.caller import current_key
@@ -16,6 +17,7 @@ from services.router.api.request import ApiRequest
 from services.router.api.trace import AnswerTrace
 from services.router.http.tracing import span_of
 from services.router.metrics import RouterMetrics
+from services.router.output.message import Reader
 from services.router.output.piece import Piece
 from services.router.output.speculation_stats import SpeculationStats
 from services.router.page.feed import Feed
@@ -32,6 +34,8 @@ class AnswerObserver:
         self.key = current_key.get()  # name of the API key; None: the router has no keys
         self.record = record_of(scope)
         self.trace = AnswerTrace(span_of(scope), time.perf_counter())
+        self.reads_calls = False  # whether answers are read for calls of tools
+        self.request_type = ""
         self.has_failed = False  # whether a choice has failed, which ends the others
 
     def begin(
@@ -41,12 +45,15 @@ class AnswerObserver:
         model: str,
         adapter: AdapterRef | None,
         prompt_lens: Sequence[int],
+        reader: Reader | None,
     ) -> None:
         """Records that the request is valid and about to be sent to targets. `model`: the served base model."""
         if adapter is not None:
             self.metrics.count_adapter(adapter.name)
             self.record.adapter = adapter.name
         self.metrics.request_params_n.observe(request.n)
+        self.reads_calls = reader is not None and reader.reads_calls
+        self.request_type = reply.request_type
         num_prompt_tokens = sum(prompt_lens)
         self.trace.describe(request, reply.model, reply.id, reply.seed, num_prompt_tokens)
         record = self.record
@@ -69,6 +76,8 @@ class ChoiceObserver:
         self._counts_prompt = counts_prompt
         self._number_on_page = answer.feed.new_choice()
         self._num_tokens = 0
+        self._num_predicted_tokens = 0
+        self._has_call = False
         self._finish_reason: str | None = None
         self._first_token_at = self._last_token_at = 0.0
 
@@ -87,8 +96,17 @@ class ChoiceObserver:
             metrics.count_running_adapter(adapter, -1)
         self._answer.has_failed |= isinstance(error, Exception)
         ended_as = self._finish_reason or ("error" if self._answer.has_failed else "abort")
+        if isinstance(error, OverloadedError):
+            metrics.count_rejection("max_num_queued_reqs")
         metrics.count_end(ended_as, len(self._request.prompt_token_ids), self._num_tokens)
         self._answer.trace.end()
+
+    def sent(self, num_predicted_tokens: int) -> None:
+        """Records that the request is sent to a target.
+
+        `num_predicted_tokens`: prompt tokens that are expected in the target's prefix cache.
+        """
+        self._num_predicted_tokens = num_predicted_tokens
 
     def moved(self, reason: str) -> None:
         """Records that another target continues the choice. `reason`: what happened to the previous one."""
@@ -119,8 +137,8 @@ class ChoiceObserver:
             answer.metrics.time_to_first_token.observe(now - answer.record.arrived_at)
             if self._counts_prompt:
                 num_prompt_tokens = len(self._request.prompt_token_ids)
-                answer.metrics.prompt_tokens.inc(num_prompt_tokens)
-                answer.metrics.prompt_tokens_cached.inc(min(num_cached_tokens, num_prompt_tokens))
+                num_cached_tokens = min(num_cached_tokens, num_prompt_tokens)
+                answer.metrics.count_prompt(num_prompt_tokens, num_cached_tokens, self._num_predicted_tokens)
                 if answer.key is not None:
                     answer.metrics.keys.count_prompt(answer.key, num_prompt_tokens)
         self._last_token_at = now
@@ -131,8 +149,12 @@ class ChoiceObserver:
         answer = self._answer
         if self.span.is_recorded:
             answer.trace.note(self._request.choice_index, piece)
+        self._has_call |= any(said.kind == "call" for said in piece.said)
         if piece.finish_reason is None:
             return
+        if answer.reads_calls:
+            is_streamed = bool(answer.record.stream)
+            answer.metrics.count_parsed(answer.request_type, is_streamed=is_streamed, has_call=self._has_call)
         self._finish_reason = piece.finish_reason
         answer.record.finish_reasons[piece.finish_reason] += 1
         answer.metrics.e2e_latency.observe(time.perf_counter() - answer.record.arrived_at)

@@ -101,6 +101,7 @@ class ChatRequest(ApiRequest, TemplateVariables):
 @dataclass(frozen=True)
 class ChatReply(ChoicesReply):
     id_prefix = "chatcmpl-"
+    request_type = "chat_completions"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 

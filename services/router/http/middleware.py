@@ -95,6 +95,7 @@ class Admission:
 
     def _check_room(self) -> None:
         if self._num_in_flight >= self._limit:
+            self._metrics.count_rejection("max_num_queued_reqs")
             raise OverloadedError(f"{self._limit} requests are in flight already; retry later")
 
     async def _refuse(self, error: OutriderError, scope: Scope, receive: Receive, send: Send) -> None:

@@ -32,6 +32,11 @@ class PoolMetrics(Collector):
         yield self._gauge("vllm:num_requests_waiting", "Sequences that wait for KV blocks of a target.", waiting)
         used = "Share of the KV blocks in use, the mean of the targets; 1 is all of them."
         yield self._gauge("vllm:kv_cache_usage_perc", used, sum(shares) / len(shares) if shares else 0.0)
+        yield GaugeMetricFamily(
+            "outrider_prefix_index_entries",
+            "Chunks of 64 prompt tokens that the router expects in the prefix caches of its targets.",
+            sum(len(replica.prefixes) for replica in self._pool.usable),
+        )
         num_blocks = sum(load.num_blocks for load in loads)
         sizes = {description.block_size for description in described}
         cache = {"block_size": str(min(sizes, default=0)), "num_gpu_blocks": str(num_blocks)}

@@ -33,6 +33,11 @@ class Reader:
     has_short_ids: bool = False
     calls_finish: bool = True  # whether an answer with calls ends with "tool_calls": not if the client chose the call
 
+    @property
+    def reads_calls(self) -> bool:
+        """True if answers may have calls of tools."""
+        return self.program is not plain
+
     def start(self) -> MessageReader:
         return MessageReader(self)
 

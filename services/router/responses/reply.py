@@ -33,6 +33,7 @@ class _Progress:
 @dataclass(frozen=True, kw_only=True)
 class ResponsesReply(Reply):
     id_prefix = "resp_"
+    request_type = "responses"
 
     request: ResponsesChat
     reader: Reader

@@ -70,9 +70,13 @@ class RoutingKey:
             digest.update(len(encoded).to_bytes(8, "little") + encoded)
         return cls(len(token_ids), chunk_hashes(token_ids, root), digest.digest())
 
+    def num_predicted(self, target: TargetView) -> int:
+        """Returns the number of its tokens that are probably in the prefix cache of `target`."""
+        return min(target.prefixes.num_tokens(self.hashes), self.num_tokens - 1)
+
     def num_uncached(self, target: TargetView) -> int:
         """Returns the number of its tokens that `target` probably has to compute."""
-        return max(self.num_tokens - target.prefixes.num_tokens(self.hashes), 1)
+        return self.num_tokens - self.num_predicted(target)
 
 
 def least_work(key: RoutingKey, targets: Sequence[T]) -> T | None:

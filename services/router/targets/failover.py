@@ -35,6 +35,12 @@ class CallObserver(Protocol):
     span: Span
     """The HTTP request's; each call on a worker has a span below it."""
 
+    def sent(self, num_predicted_tokens: int) -> None:
+        """Records that a worker gets the sequence.
+
+        `num_predicted_tokens`: prompt tokens that are expected in its prefix cache.
+        """
+
     def moved(self, reason: str) -> None:
         """Records that another worker continues. `reason`: what happened to the previous one."""
 
@@ -65,6 +71,7 @@ async def run_anywhere(
         num_tokens_before, num_rescored = len(token_ids), 0
         try:
             continued = request.to_wire(token_ids)
+            observer.sent(request.routing_key.num_predicted(replica))
             with CallSpan(observer.span, replica, continued) as call:
                 replies = replica.generate(continued, request.routing_key)
                 del continued  # frees the message, which may be large, while the call runs

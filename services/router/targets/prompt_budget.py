@@ -16,6 +16,7 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.errors import InvalidRequestError, OverloadedError
+from services.router.metrics import RouterMetrics
 
 MAX_WAITING_TOKENS_AT_TARGETS = 2**18
 "Limit of one request's choices without a token. Two prompts of 131k tokens, or a thousand of 256, wait at once."
@@ -24,8 +25,9 @@ MAX_WAITING_TOKENS_AT_TARGETS = 2**18
 class PromptBudget:
     """Counts and limits the prompt tokens of all requests in flight. Not thread-safe."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, metrics: RouterMetrics) -> None:
         self._limit = limit
+        self._metrics = metrics
         self._num_tokens = 0
 
     def take(self, scope: Mapping[str, Any], num_tokens: int, param: str) -> None:
@@ -39,6 +41,7 @@ class PromptBudget:
                 f"{param} has {num_tokens} tokens in all, and this router accepts {self._limit} at once", param=param
             )
         if self._num_tokens + num_tokens > self._limit:
+            self._metrics.count_rejection("max_num_queued_tokens")
             raise OverloadedError(
                 f"requests in flight have {self._num_tokens} prompt tokens already, of {self._limit}; retry later"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -67,6 +68,20 @@ def test_calls_whole_and_streamed(model: Model, tokens_per_reply: int) -> None:
         assert "".join(call["function"]["arguments"] for call in pieces) == arguments
     if tokens_per_reply == 1:
         assert len(calls) > 6
+
+
+def test_answers_read_for_calls_are_counted(model: Model) -> None:
+    for text in (call_of("time", "{}"), "None."):
+        model.will_say(text)
+        model.chat()
+        model.stream()
+        model.chat(tools=[])
+    page = model.router.client.get("/metrics").text
+    counted = [line for line in page.splitlines() if line.startswith("vllm:tool_call_parser_invocations_total{")]
+    assert [line.rpartition(" ")[2] for line in counted] == ["1.0"] * 4
+    for mode, outcome in itertools.product(("streaming", "non_streaming"), ("tool_call", "no_tool_call")):
+        labels = f'mode="{mode}",model_name="{model.router.model}",outcome="{outcome}",request_type="chat_completions"'
+        assert any(labels in line for line in counted)
 
 
 def test_token_ids_of_markup_are_in_the_stream_too(model: Model) -> None:

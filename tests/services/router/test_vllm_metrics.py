@@ -88,4 +88,34 @@ def test_choices_that_end_with_another_that_failed_are_errors(router, target):
 def test_cached_tokens_are_counted(router, target):
     target.num_cached_tokens = 2
     router.complete(prompt=[[70, 71, 72], [73]], n=2, max_tokens=1)
-    assert value(router.client.get("/metrics").text, "vllm:prompt_tokens_cached_total") == 3
+    page = router.client.get("/metrics").text
+    assert value(page, "vllm:prompt_tokens_cached_total") == 3
+    assert value(page, "vllm:prompt_tokens_by_source_total", source="local_cache_hit") == 3
+    assert value(page, "vllm:prompt_tokens_by_source_total", source="local_compute") == 1
+
+
+def test_tokens_expected_in_a_cache_are_counted(new_target, new_router):
+    target = new_target()
+    target.description.caches_prefixes, target.description.block_size = True, 16
+    target.description.load.num_blocks = 100
+    router = new_router([target.address])
+    for _ in range(2):
+        assert router.complete(prompt=[70] * 70, max_tokens=1).status_code == 200
+    page = router.client.get("/metrics").text
+    assert value(page, "outrider_prompt_tokens_predicted_total") == 64  # of the second prompt: a chunk
+    assert "outrider_prefix_index_entries 1.0" in page
+
+
+def test_refused_requests_are_counted_by_the_limit(new_router, target):
+    router = new_router([target.address], max_waiting_tokens=8)
+    target.hang_after = 1
+    with router.client.stream("POST", "/v1/completions", json={"prompt": [70] * 6, "stream": True}) as response:
+        pieces = response.iter_raw()  # forgetting it would close the stream
+        assert next(pieces)
+        assert router.complete(prompt=[70] * 6).status_code == 503
+    target.hang_after, target.fail_after = None, 0
+    target.failure = (grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+    assert router.complete(prompt=[70]).status_code == 503
+    page = router.client.get("/metrics").text
+    for reason in ("max_num_queued_tokens", "max_num_queued_reqs"):
+        assert value(page, "vllm:admission_rejections_total", reason=reason) == 1
