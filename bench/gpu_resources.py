@@ -23,7 +23,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from cluster.engine.gpu_kernels import norm, product
+from cluster.engine.gpu_kernels import gate, norm, product, rotation
 from cluster.engine.gpu_kernels import paged_attention as attention
 from cluster.engine.gpu_kernels.product_tiles import TILES
 from cluster.speculation import triton_noise as noise
@@ -34,17 +34,22 @@ _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuo
 
 _TYPES = {
     **dict.fromkeys(("part_sums", "part_totals", "part_maxima", "shaped", "chunk_scores", "scores"), "*fp32"),
-    **dict.fromkeys(("block_tables", "row_starts", "context_lens", "prefix_lens", "positions", "paths"), "*i64"),
+    **dict.fromkeys(
+        ("block_tables", "row_starts", "context_lens", "prefix_lens", "positions", "paths", "slots"), "*i64"
+    ),
     **dict.fromkeys(("table", "shaped_rows", "appendix", "ids", "key_low", "key_high", "position"), "*i64"),
     **dict.fromkeys(("allowed", "cuts", "chunk_ids"), "*i32"),
     "uniform": "*fp64",
     "scale": "fp32",
 }
-_OF_THE_MODEL = ("output", "query", "keys", "values", "logits", "x", "weight", "bias")  # in its dtype
+_OF_THE_MODEL = (  # in its dtype
+    *("output", "query", "keys", "values", "logits", "x", "weight", "bias"),
+    *("total", "addend", "qkv", "head_norm", "cosines", "sines", "gate_up"),
+)
 _DTYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 _MULTIPLES_OF_16 = (
     *("query_stride", "output_stride", "slot_stride", "num_heads"),
-    *("num_outputs", "num_inputs", "row_stride"),
+    *("num_outputs", "num_inputs", "length"),
 )
 
 
@@ -61,7 +66,9 @@ class Kernel:
     def compile(self, capability: int) -> Any:
         names = self.function.arg_names
         types = {name: "constexpr" if name in self.constants else self._type(name) for name in names}
-        is_aligned = [types[name].startswith("*") or name in _MULTIPLES_OF_16 for name in names]
+        is_aligned = [
+            types[name].startswith("*") or (types[name] != "constexpr" and name in _MULTIPLES_OF_16) for name in names
+        ]
         aligned = {(index,): [["tt.divisibility", 16]] for index, is_so in enumerate(is_aligned) if is_so}
         source = ASTSource(self.function, types, self.constants, aligned)
         return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=self.options)
@@ -116,8 +123,14 @@ def _products(dtype: torch.dtype) -> Iterator[Kernel]:
             yield Kernel(title, product.product_kernel, constants, product.options(tile), dtype)
     constants = {"columns": product.ADD_COLUMNS, "has_bias": True}
     yield Kernel(f"product, {name}, add parts", product.add_parts_kernel, constants, product.ADD_OPTIONS, dtype)
-    constants, options = norm.constants(4096, 1e-5)
-    yield Kernel(f"norm, {name}", norm.norm_kernel, constants, options, dtype)
+    for has_addend in (False, True):
+        constants, options = norm.constants(4096, 1e-5, has_addend=has_addend)
+        yield Kernel(f"norm, {name}" + ", of a sum" * has_addend, norm.norm_kernel, constants, options, dtype)
+    for has_norm in (False, True):
+        constants = rotation.constants(128, 1e-5, has_norm=has_norm)
+        title = f"rotation, {name}" + ", with norms" * has_norm
+        yield Kernel(title, rotation.rotate_kernel, constants, rotation.OPTIONS, dtype)
+    yield Kernel(f"gate, {name}", gate.gate_kernel, gate.constants(), gate.OPTIONS, dtype)
 
 
 def resources(kernel: Kernel, capability: int) -> Resources:

@@ -1,9 +1,9 @@
-"""Attention of a packed step over the paged KV cache: the plan's interface, and the general plan."""
+"""Attention of a packed step over the paged KV cache, in PyTorch's operators."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -12,18 +12,6 @@ from cluster.engine.batch import Batch
 
 if TYPE_CHECKING:
     from torch.nn.attention.bias import CausalBias
-
-
-class AttentionPlan(Protocol):
-    """Attention of a step's rows. A plan is made once per step and used in every layer."""
-
-    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, span: int) -> torch.Tensor:
-        """Returns the causal attention of every segment over its context, in the shape of `query`.
-
-        A row sees the last `span` positions up to and including its own. `query` [num_tokens, num_heads, head_dim].
-        `keys` and `values` are a layer's cache [num_slots, num_kv_heads, head_dim], which already contains the keys and
-        values of this step.
-        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +24,10 @@ class _View:
 
 
 class GatheredAttention:
-    """One call for every segment, over keys and values gathered from its blocks.
+    """Attention of a step's rows, made once per step and used in every layer.
 
-    Reads the lengths of segments back to the host.
+    Makes one call for every segment, over keys and values gathered from its blocks, and reads the lengths of segments
+    back to the host.
     """
 
     def __init__(self, batch: Batch, block_size: int) -> None:
@@ -47,6 +36,12 @@ class GatheredAttention:
         self._views: dict[int, list[_View]] = {}  # views by span: layers of one span share them
 
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, span: int) -> torch.Tensor:
+        """Returns the causal attention of every segment over its context, in the shape of `query`.
+
+        A row sees the last `span` positions up to and including its own. `query` [num_tokens, num_heads, head_dim].
+        `keys` and `values` are a layer's cache [num_slots, num_kv_heads, head_dim], which already contains the keys and
+        values of this step.
+        """
         views = self._views.get(span)
         if views is None:
             views = self._views[span] = self._views_of(span)

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from cluster.engine.attention import AttentionPlan, GatheredAttention
+from cluster.engine.attention import GatheredAttention
 from cluster.engine.batch import Batch
 from cluster.engine.kv_cache import KVCache
 from cluster.engine.linear import TorchWeightFormat
@@ -69,10 +69,8 @@ class TorchModel(Model):
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
-        return self._logits(batch, GatheredAttention(batch, self._kv_cache.block_size))
-
-    def _logits(self, batch: Batch, attention: AttentionPlan) -> torch.Tensor:
         weights, kv_cache = self._weights, self._kv_cache
+        attention = GatheredAttention(batch, kv_cache.block_size)
         cos, signed_sin = self._cos[batch.positions], self._signed_sin[batch.positions]
         hidden = F.embedding(batch.token_ids, weights.embedding)
         for index, layer in enumerate(weights.layers):

@@ -1,34 +1,42 @@
-"""The decoder on a GPU with our own attention kernel: no padding, no copies of contexts, few graphs."""
+"""The decoder on a GPU with kernels of our own: no padding, no copies of contexts, few graphs, few kernels a layer."""
 
 from __future__ import annotations
 
 import logging
+from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 
 from cluster.engine.batch import Batch, Segment, pack
-from cluster.engine.gpu_kernels.norm import rms_norm
+from cluster.engine.gpu_kernels.gate import gated
+from cluster.engine.gpu_kernels.norm import add_and_norm
 from cluster.engine.gpu_kernels.paged_attention import PagedAttention, max_group
+from cluster.engine.gpu_kernels.rotation import rotate_and_write
 from cluster.engine.gpu_kernels.tiles import SPLIT
 from cluster.engine.graph_memory import graph_sizes
 from cluster.engine.kv_cache import KVCache
-from cluster.engine.model import TorchModel
+from cluster.engine.linear import TorchWeightFormat
+from cluster.engine.model import Model
 from cluster.engine.model_config import ModelConfig
+from cluster.engine.rope import rotary_table
 from cluster.engine.step_graphs import CudaRecorder, Recorder, StepGraphs
 from cluster.engine.triton_linear import FixedOrderWeightFormat
-from cluster.engine.weights import ModelWeights
+from cluster.engine.weights import ModelWeights, WeightFormat
 
 logger = logging.getLogger(__name__)
 
 
-class TritonModel(TorchModel):
-    """`TorchModel` with `PagedAttention`. Its steps copy nothing to the host.
+class TritonModel(Model):
+    """The decoder in Triton kernels. Its steps copy nothing to the host.
 
     Steps of chains replay the graphs that `prepare` recorded. cuBLAS computes the products, and chooses a kernel by the
-    number of rows. So only attention gives a row the same bits in every batch; in `InvariantTritonModel` all operators
-    do.
+    number of rows; all other kernels give a row the same bits in every batch. In `InvariantTritonModel` products do,
+    too.
     """
 
+    weight_format: ClassVar[WeightFormat] = TorchWeightFormat()
+    is_invariant = False
     records_steps = True
 
     @classmethod
@@ -39,6 +47,8 @@ class TritonModel(TorchModel):
     def __init__(self, config: ModelConfig, weights: ModelWeights, kv_cache: KVCache) -> None:
         """`config` must be supported (see `supports`)."""
         super().__init__(config, weights, kv_cache)
+        cosines, sines = rotary_table(config)
+        self._angles = cosines.to(weights.device, weights.dtype), sines.to(weights.device, weights.dtype)
         self._graphs: StepGraphs | None = None
         self.recorder: Recorder | None = None
         "The recorder of the steps, whose memory others may share; None before."
@@ -95,19 +105,26 @@ class TritonModel(TorchModel):
 
     def compute(self, batch: Batch) -> torch.Tensor:
         """Computes a step without recorded graphs. `record` records this method."""
-        max_context = batch.block_tables.shape[1] * self.block_size
-        return self._logits(batch, PagedAttention(batch, self.block_size, max_context))
+        weights, kv_cache, eps = self._weights, self._kv_cache, self.config.rms_norm_eps
+        attention = PagedAttention(batch, self.block_size, batch.block_tables.shape[1] * self.block_size)
+        hidden, addend = F.embedding(batch.token_ids, weights.embedding), None
+        for index, layer in enumerate(weights.layers):
+            keys, values = kv_cache.keys[index], kv_cache.values[index]
+            hidden, normed = add_and_norm(hidden, addend, layer.input_norm, eps)
+            query = rotate_and_write(layer.qkv(normed), layer.qk_norm, self._angles, batch, keys, values, eps)
+            attended = attention.attend(query, keys, values, self.config.attention_span(index))
+            hidden, normed = add_and_norm(hidden, layer.output(attended.flatten(1)), layer.post_attention_norm, eps)
+            addend = layer.down(gated(layer.gate_up(normed)))
+        rows = batch.logit_rows
+        _, normed = add_and_norm(hidden[rows], None if addend is None else addend[rows], weights.norm, eps)
+        return weights.head(normed).float()
 
 
 class InvariantTritonModel(TritonModel):
     """`TritonModel` for `numerics: invariant`: a row has the same bits in any batch, recorded or not.
 
-    Products, norms and attention are kernels with a fixed order of sums. PyTorch computes the other operators, in which
-    each value is independent of other rows.
+    Products, too, are kernels with a fixed order of sums.
     """
 
     weight_format = FixedOrderWeightFormat()
     is_invariant = True
-
-    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, weight, self.config.rms_norm_eps)

@@ -270,7 +270,7 @@ OF_MERGE = ("head_dim", "padded_dim", "path_len", "split_len")
 
 
 class PagedAttention:
-    """An `AttentionPlan` for any `batch`, which reads no data back from the device.
+    """Attention of the rows of `batch`, made once per step and used in every layer. It reads no data from the device.
 
     `max_context`: upper bound of the contexts' lengths. It determines the number of programs that may share a context,
     but no bit of the result.
@@ -288,7 +288,10 @@ class PagedAttention:
         self._parts: tuple[torch.Tensor, ...] | None = None  # scratch memory that all layers share
 
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, span: int) -> torch.Tensor:
-        """Implements `AttentionPlan.attend`. Rows after the last segment, which pad the step, are zeros."""
+        """Returns the causal attention of every segment over its context, as `GatheredAttention.attend`.
+
+        Rows after the last segment, which pad the step, are zeros.
+        """
         batch, paths = self._batch, self._paths
         num_rows, num_heads, head_dim = query.shape
         num_kv_heads, num_segments, span = keys.shape[1], len(batch.context_lens), min(span, _LARGEST_SPAN)

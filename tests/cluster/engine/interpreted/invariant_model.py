@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from cluster.engine import triton_linear
 from cluster.engine.batch import Segment, pack
-from cluster.engine.gpu_kernels.norm import rms_norm
 from cluster.engine.invariance import check_invariance
 from cluster.engine.loader import load_model
 from cluster.engine.model import TorchModel
@@ -88,16 +86,3 @@ def test_a_step_without_logits(tiny_folder: Callable[..., Path]) -> None:
 def test_integers_are_refused(tiny_folder: Callable[..., Path], quantization: Quantization) -> None:
     with pytest.raises(ConfigurationError, match=f"quantization int{quantization.bits} with numerics 'invariant'"):
         load_model(tiny_folder(), torch.bfloat16, CPU, form=InvariantTritonModel, quantization=quantization)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("length", [1, 24, 512, 1000])
-def test_the_norm_is_pytorchs(length: int, dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(length)
-    x = torch.randn(5, 4, length, generator=generator).to(dtype)[:, :3]  # the last vector of a row is not normed
-    weight = torch.randn(3, length, generator=generator).to(dtype)
-    expected = weight * F.rms_norm(x.float(), (length,), eps=1e-5).to(dtype)
-    torch.testing.assert_close(
-        rms_norm(x, weight, 1e-5), expected, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6
-    )
-    assert rms_norm(x[:0], weight, 1e-5).shape == (0, 3, length)
