@@ -239,8 +239,6 @@ def _engine(rung: Rung, arguments: argparse.Namespace) -> LLMEngine:
     if rung.is_coupled and not is_v2:
         engine.collective_rpc("install_coupled_sampling")
     if rung.rounds:
-        if is_v2:
-            engine.collective_rpc("install_bound_steps")
         scheduler = engine.engine_core.engine_core.scheduler
         if rung.rounds == "coordinator":
             limits = StepLimits(MAX_MODEL_LEN, 32, 2048)

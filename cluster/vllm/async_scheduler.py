@@ -13,16 +13,17 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from cluster.telemetry.metrics import Reading
 from cluster.vllm.device_rounds import DeviceRounds
 from cluster.vllm.draft_gate import BoundStep, DraftGate
 from cluster.vllm.scheduler import RoundScheduler
@@ -77,6 +78,9 @@ class AsyncRoundScheduler(RoundScheduler, AsyncScheduler):
         self._submitted.append(step)
         if len(self._submitted) == 1:
             self._collect(step)
+        elif self.needs_masks(output):
+            # vLLM samples this step's tokens after the previous step has ended, and only then asks for the masks.
+            output.pending_structured_output_tokens = True
         return output
 
     def update_from_output(
@@ -84,21 +88,49 @@ class AsyncRoundScheduler(RoundScheduler, AsyncScheduler):
     ) -> dict[int, EngineCoreOutputs]:
         self._landing = self._submitted.popleft()
         self._leaves_prompts = self._landing.leaves_prompts
+        if self._device_rounds is None:  # so that vLLM's metrics count no rows without a draft
+            scheduler_output.num_invalid_spec_tokens = {
+                name: number - len(self._landing.drafts.get(name, ()))
+                for name, number in self._landing.num_drafts.items()
+            }
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self._landed_at = time.perf_counter()
         if self._submitted:
             self._collect(self._submitted[0])
         return outputs
 
+    def needs_masks(self, scheduler_output: SchedulerOutput) -> bool:
+        """Returns True if a request that chooses a token in the step has a grammar."""
+        return bool(scheduler_output.has_structured_output_requests)
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        """Returns the masks of vLLM's grammars. Called after the step's drafts were collected."""
+        rows = scheduler_output.scheduled_spec_decode_tokens
+        for request_id, placeholders in rows.items():
+            request = self.requests.get(request_id)
+            if request is not None and request.use_structured_output:
+                drafts = self.drafts_in_flight(request)
+                rows[request_id] = [*drafts, *placeholders[len(drafts) :]]
+        return super().get_grammar_bitmask(scheduler_output)
+
+    def update_draft_token_ids_in_output(
+        self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
+    ) -> None:
+        """Does nothing: the host has the drafts already, or the runner verifies its own."""
+
+    def drafts(self, request: Request, proposed: Sequence[int], most: int) -> Sequence[int]:
+        """Returns the drafts that the request's grammar, if it has one, allows."""
+        allowed: list[int] = self.structured_output_manager.validate_tokens(request, list(proposed[:most]))
+        return allowed
+
+    def readings(self) -> Iterator[Reading]:
+        told = "Steps that ran without drafts, because these took too long or the device could not be waited for."
+        yield Reading("outrider_steps_without_drafts", told, self.num_without_drafts, is_counter=True)
+
     @property
     def _device_rounds(self) -> DeviceRounds | None:
         """The rounds, if the runner drafts; otherwise None."""
         return self.rounds if isinstance(self.rounds, DeviceRounds) else None
-
-    @property
-    def num_submitted(self) -> int:
-        """Number of steps whose output has not been processed."""
-        return len(self._submitted)
 
     def drafts_in_flight(self, request: Request) -> Sequence[int]:
         """Returns the drafts of `request` in the last submitted step; empty until they are collected."""

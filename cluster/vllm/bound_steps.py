@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,77 +17,77 @@ import vllm.v1.worker.gpu.model_runner as model_runner
 import vllm.v1.worker.gpu.spec_decode.rejection_sampler as rejection_sampler
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
 
 from cluster.vllm.async_scheduler import BOUND_STEP
-from cluster.vllm.coupled_sampling import CoupledSampling
+from cluster.vllm.couplings import SlotCouplings, known_couplings
 from cluster.vllm.draft_gate import BoundStep, DraftReader
 from cluster.vllm.function_wrapping import wrap_function
 
-_executing: BoundSteps | None = None  # the instance whose runner is executing a step; only one runner does at a time
-_has_mask = False  # whether the next step to sample has a mask
+
+@dataclass(slots=True)
+class _Executed:
+    """The last step that a runner of this process executed. Only one runner executes a step at a time."""
+
+    states: Any = None  # request states of the runner
+    couplings: SlotCouplings | None = None  # None: nothing couples the runner's sampling
+    bound: BoundStep | None = None  # until its drafts are filled in; None: the step has none
 
 
-class BoundSteps:
-    """Fills the drafts into the bound steps of one runner."""
+_last = _Executed()
+_readers: dict[str, DraftReader] = {}  # by gate
 
-    def __init__(self, runner: Any) -> None:
-        self._runner = runner
-        self._reader: DraftReader | None = None
-        self._step: BoundStep | None = None
-        self._execute_model = runner.execute_model
-        runner.execute_model = self.execute_model
-        wrap_function(model_runner, "combine_sampled_and_draft_tokens", _combine)
-        wrap_function(rejection_sampler, "get_max_chunk_logits", _max_chunk_logits)
-        (self._coupled,) = [own for own in runner.sampler.logits_processors if isinstance(own, CoupledSampling)]
-        self._apply_mask = runner.structured_outputs_worker.apply_grammar_bitmask
-        runner.structured_outputs_worker.apply_grammar_bitmask = self._keep_mask
 
-    def execute_model(self, scheduler_output: Any, *arguments: Any, **options: Any) -> Any:
-        global _executing
-        self._step, _executing = getattr(scheduler_output, BOUND_STEP, None), self
-        try:
-            return self._execute_model(scheduler_output, *arguments, **options)
-        finally:
-            self._step = _executing = None
+def install() -> None:
+    """Wraps the functions of vLLM's V2 runner. Calling it repeatedly is safe."""
+    wrap_function(model_runner.GPUModelRunner, "execute_model", _execute_model)
+    wrap_function(model_runner, "combine_sampled_and_draft_tokens", _combine)
+    wrap_function(StructuredOutputsWorker, "apply_grammar_bitmask", _keep_mask)
+    wrap_function(rejection_sampler, "get_max_chunk_logits", _max_chunk_logits)
 
-    def fill(self) -> None:
-        """Writes the drafts of the current step into the runner's table. Does nothing if the step is not bound.
 
-        On a GPU, later work in the current stream waits for the drafts.
-        """
-        step, self._step = self._step, None
-        if step is None:
-            return
-        states = self._runner.req_states
-        if self._reader is None:
-            self._reader = DraftReader(step, states.device)
-        slots = np.array([states.req_id_to_index[request_id] for request_id in step.request_ids], dtype=np.int64)
-        places = async_tensor_h2d(slots, device=states.device)
-        states.draft_tokens[places] = self._reader.read(step)
-
-    def _keep_mask(self, logits: torch.Tensor, *arguments: Any) -> None:
-        """Defers the mask until sampling, which works on a copy, so that log-probabilities cover all tokens."""
-        global _has_mask
-        num_rows = len(logits)
-
-        def mask(processed: torch.Tensor) -> None:
-            global _has_mask
-            _has_mask = False
-            assert len(processed) == num_rows, "a step's logits are processed as a whole"
-            self._apply_mask(processed, *arguments)
-
-        self._coupled.mask, _has_mask = mask, True
+def _execute_model(
+    original: Callable[..., Any], runner: Any, scheduler_output: Any, *arguments: Any, **options: Any
+) -> Any:
+    states = runner.req_states
+    _last.states, _last.couplings = states, known_couplings(states.all_token_ids)
+    _last.bound = getattr(scheduler_output, BOUND_STEP, None)
+    return original(runner, scheduler_output, *arguments, **options)
 
 
 def _combine(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    if _executing is not None:
-        _executing.fill()
+    """Writes the drafts of a bound step into the runner's table. On a GPU, later work in the stream waits for them."""
+    bound, states = _last.bound, _last.states
+    if bound is not None:
+        _last.bound = None
+        if bound.gate not in _readers:
+            _readers[bound.gate] = DraftReader(bound, states.device)
+        slots = np.array([states.req_id_to_index[request_id] for request_id in bound.request_ids], dtype=np.int64)
+        places = async_tensor_h2d(slots, device=states.device)
+        states.draft_tokens[places] = _readers[bound.gate].read(bound)
     return original(*arguments, **options)
+
+
+def _keep_mask(
+    original: Callable[..., None], worker: Any, logits: torch.Tensor, *arguments: Any, **options: Any
+) -> None:
+    """Defers the mask until sampling, which works on a copy, so that log-probabilities cover all tokens."""
+    if _last.couplings is None:
+        original(worker, logits, *arguments, **options)
+        return
+    num_rows = len(logits)
+
+    def mask(processed: torch.Tensor) -> None:
+        assert len(processed) == num_rows, "a step's logits are processed as a whole"
+        original(worker, processed, *arguments, **options)
+
+    _last.couplings.mask = mask
 
 
 def _max_chunk_logits(original: Callable[..., int], *arguments: Any) -> int:
     """Returns an unlimited chunk size if there is a mask, because a mask covers all rows of a step."""
-    return sys.maxsize if _has_mask else original(*arguments)
+    has_mask = _last.couplings is not None and _last.couplings.mask is not None
+    return sys.maxsize if has_mask else original(*arguments)
 
 
 class NoSpeculator(BaseSpeculator):

@@ -83,22 +83,9 @@ V2_WORKER = (
         ("self", "cudagraph_mode"),
     ),
     Internal(
-        "vllm.v1.worker.gpu.states",
-        "RequestState.add_request",
-        ("self", "req_id", "prompt_len", "all_token_ids", "num_computed_tokens", "max_tokens"),
-    ),
-    Internal("vllm.v1.worker.gpu.states", "RequestState.apply_staged_writes", ("self",)),
-    Internal("vllm.v1.worker.gpu.states", "RequestState.remove_request", ("self", "req_id")),
-    Internal(
-        "vllm.v1.worker.gpu.input_batch",
-        "InputBatch",
-        some=("req_ids", "num_reqs", "idx_mapping", "num_draft_tokens_per_req"),
-    ),
-    Internal("vllm.distributed", "get_tp_group", ()),
-    Internal(
         "vllm.v1.worker.gpu.sample.logits_processor.interface",
         "LogitsProcRequestState",
-        some=("device", "max_num_reqs", "all_token_ids", "total_len"),
+        some=("device", "max_num_reqs", "all_token_ids"),
     ),
     Internal(
         "vllm.v1.worker.gpu.sample.logits_processor.interface",
@@ -274,13 +261,10 @@ LORA = (
     Internal("vllm.v1.core.kv_cache_utils", "_gen_lora_extra_hash_keys", ("request",)),
 )
 
-# The target worker on the V2 runner.
-V2_TARGET = (
+# Steps that are submitted before their drafts are known, on the V2 runner.
+V2_STEPS = (
     *V1_SCHEDULER,
-    *V1_CLIENT,
-    *EXECUTOR,
     *V2_WORKER,
-    Internal("vllm.sampling_params", "SamplingParams._validate_spec_decode", ("self", "speculative_config")),
     Internal(
         "vllm.v1.core.sched.async_scheduler", "AsyncScheduler._update_after_schedule", ("self", "scheduler_output")
     ),
@@ -290,14 +274,19 @@ V2_TARGET = (
         "Scheduler.update_draft_token_ids_in_output",
         ("self", "draft_token_ids", "scheduler_output"),
     ),
-    Internal("vllm.v1.core.sched.output", "SchedulerOutput", some=("num_spec_tokens_to_schedule",)),
-    Internal("vllm.v1.core.sched.output", "SchedulerOutput.pending_structured_output_tokens"),
     Internal(
         "vllm.v1.core.sched.output",
-        "GrammarOutput",
-        ("structured_output_request_ids", "grammar_bitmask", "num_acceptable_drafts"),
+        "SchedulerOutput",
+        some=(
+            *("has_structured_output_requests", "pending_structured_output_tokens", "num_invalid_spec_tokens"),
+            "num_spec_tokens_to_schedule",
+        ),
+    ),
+    Internal(
+        "vllm.v1.structured_output", "StructuredOutputManager.validate_tokens", ("self", "request", "spec_tokens")
     ),
     Internal("vllm.v1.engine.core", "EngineCore.step_with_batch_queue", ("self",)),
+    Internal("vllm.v1.worker.gpu.model_runner", "GPUModelRunner.execute_model", some=("self", "scheduler_output")),
     Internal(
         "vllm.v1.worker.gpu.model_runner",
         "combine_sampled_and_draft_tokens",
@@ -313,7 +302,19 @@ V2_TARGET = (
     ),
     Internal("vllm.v1.worker.gpu.spec_decode.rejection_sampler", "get_max_chunk_logits", ("vocab_size",)),
     Internal("vllm.utils.torch_utils", "async_tensor_h2d", some=("data", "device")),
+)
+
+# The target worker on the V2 runner.
+V2_TARGET = (
+    *V2_STEPS,
     *V2_DRAFTS,
+    *V1_CLIENT,
+    Internal("vllm.sampling_params", "SamplingParams._validate_spec_decode", ("self", "speculative_config")),
+    Internal(
+        "vllm.v1.core.sched.output",
+        "GrammarOutput",
+        ("structured_output_request_ids", "grammar_bitmask", "num_acceptable_drafts"),
+    ),
 )
 
 TARGET = V1_SAMPLING + V1_SCHEDULER + V1_CLIENT + LORA + EXECUTOR

@@ -2,13 +2,12 @@
 
 To vLLM every request is greedy. This processor applies temperature and filters and adds noise, so that the argmax of
 the logits is our choice. vLLM verifies drafts by comparing them with the argmax, which thus becomes the coupled rule.
-vLLM applies bias and penalties itself, before this processor. In the plugin (`cluster.vllm.v2`) it also applies bad
-words and grammars; in our target worker `CoupledSampling.mask` applies all constraints.
+vLLM applies bias and penalties itself, before this processor. Grammars, and all constraints of our target worker, are a
+mask that this processor applies (`cluster.vllm.bound_steps`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,12 +31,15 @@ class CoupledSampling(LogitsProcessor):
     """Logits processor that keeps the requests' parameters by slot on the logits' device: steps wait for no copy."""
 
     def __init__(self, vllm_config: Any, req_states: LogitsProcRequestState) -> None:
+        # Imported here, because the front end also imports this module, and must not import the runner.
+        from cluster.vllm.bound_steps import install
+
+        install()
         self._couplings = couplings_of(req_states.all_token_ids)
         self._device = req_states.device
         self._host = _Slots.on_host(req_states.max_num_reqs)
         self._slots = self._host.to(self._device)
         self._is_stale = False
-        self.mask: Callable[[torch.Tensor], None] | None = None  # excludes tokens from the next logits
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
         coupling = Coupling.of(sampling_params.extra_args)
@@ -47,7 +49,8 @@ class CoupledSampling(LogitsProcessor):
         else:
             self._host.put(req_idx, coupling)
         self._is_stale = True
-        return coupling is not None and (not coupling.params.is_greedy or is_constrained(sampling_params))
+        has_mask = sampling_params.structured_outputs is not None or is_constrained(sampling_params)
+        return coupling is not None and (has_mask or not coupling.params.is_greedy)
 
     def apply_staged_writes(self) -> None:
         if self._is_stale:
@@ -59,8 +62,8 @@ class CoupledSampling(LogitsProcessor):
 
         The row whose input is the token at `pos` draws the token at `pos + 1`.
         """
-        if self.mask is not None:
-            mask, self.mask = self.mask, None
+        if (mask := self._couplings.mask) is not None:
+            self._couplings.mask = None
             mask(logits)
         found = map(self._couplings.get, ctx.idx_mapping_np.tolist())
         in_batch = [coupling.params for coupling in found if coupling is not None]

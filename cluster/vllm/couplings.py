@@ -1,10 +1,15 @@
-"""Couplings of the requests in a model runner's slots. The sampler writes them; the speculator reads them."""
+"""State that sampling, drafting and steps of a V2 model runner share: couplings by slot, and the mask of a step."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from cluster.vllm.coupling import Coupling
+
+if TYPE_CHECKING:
+    import torch
 
 
 class SlotCouplings:
@@ -13,6 +18,7 @@ class SlotCouplings:
     def __init__(self) -> None:
         self._by_slot: dict[int, Coupling] = {}
         self.num_changes = 0
+        self.mask: Callable[[torch.Tensor], None] | None = None  # excludes tokens from the logits of the next sampling
 
     def get(self, slot: int) -> Coupling | None:
         """Returns the coupling in `slot`; None if the request has none, such as a warm-up request of vLLM."""
@@ -35,3 +41,8 @@ def couplings_of(all_token_ids: object) -> SlotCouplings:
     The buffer identifies the runner, because it is the only object that both the sampler and the speculator get.
     """
     return _OF_RUNNER.setdefault(all_token_ids, SlotCouplings())
+
+
+def known_couplings(all_token_ids: object) -> SlotCouplings | None:
+    """Returns the couplings of the model runner that has `all_token_ids`; None if nothing couples its sampling."""
+    return _OF_RUNNER.get(all_token_ids)

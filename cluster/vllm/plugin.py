@@ -1,11 +1,11 @@
 """The entry point `vllm.general_plugins`: vLLM calls `register` in every process that it starts.
 
-vLLM calls `register` in every installation that has this package, even in our own target worker. So `register` only
-wraps two functions. The wrappers do nothing unless `--additional-config '{"outrider": {"draft_addresses": [...]}}'` is
-set or the engine is our own target worker:
+vLLM calls `register` in every installation that has this package. So `register` only wraps two functions, and the
+wrappers do nothing unless our target worker runs, or `--additional-config '{"outrider": {"draft_addresses": [...]}}'`
+is set:
 
-    EngineArgs.create_engine_config    Front end: the sampling of requests, and the speculation that vLLM prepares for.
-    init_speculator                    Model runner: the source of drafts.
+    EngineArgs.create_engine_config    Front end: the sampling of requests, and the scheduler with the links.
+    init_speculator                    Model runner: drafts come with the steps, or are drawn under the shared noise.
 """
 
 from __future__ import annotations
@@ -44,27 +44,18 @@ def _create_engine_config(original: Callable[..., Any], engine_args: Any, *argum
 
 
 def _init_speculator(original: Callable[..., Any], vllm_config: Any, device: Any, req_states: Any) -> Any:
-    if _is_target_worker(vllm_config):
-        speculation = vllm_config.speculative_config
-        if speculation.use_ngram():  # configured by `carrier`: drafts arrive with the steps
-            from cluster.vllm.bound_steps import NoSpeculator
+    if not getattr(vllm_config.scheduler_config.get_scheduler_cls(), "couples_drafts", False):
+        return original(vllm_config, device, req_states)  # the scheduler is not ours
+    speculation = vllm_config.speculative_config
+    if speculation.use_ngram():  # configured by `carrier`: drafts arrive with the steps
+        from cluster.vllm.bound_steps import NoSpeculator
 
-            return NoSpeculator(req_states.max_num_reqs, req_states.num_speculative_steps, device)
-        from cluster.vllm.coupled_drafts import RecordedSpeculator, couple
+        return NoSpeculator(req_states.max_num_reqs, req_states.num_speculative_steps, device)
+    from cluster.vllm.coupled_drafts import RecordedSpeculator, couple
 
-        if speculation.uses_draft_model():
-            speculator = RecordedSpeculator(vllm_config, device)
-        else:
-            speculator = original(vllm_config, device, req_states)
-        couple(speculator, req_states)
-        return speculator
-    if not is_asked_for(vllm_config.additional_config):
-        return original(vllm_config, device, req_states)
-    from cluster.vllm.v2.speculator import make_speculator
-
-    return make_speculator(vllm_config, device, req_states)
-
-
-def _is_target_worker(vllm_config: Any) -> bool:
-    """Returns whether the engine uses `cluster.vllm.async_scheduler`."""
-    return getattr(vllm_config.scheduler_config.get_scheduler_cls(), "couples_drafts", False)
+    if speculation.uses_draft_model():
+        speculator = RecordedSpeculator(vllm_config, device)
+    else:
+        speculator = original(vllm_config, device, req_states)
+    couple(speculator, req_states)
+    return speculator

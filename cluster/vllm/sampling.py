@@ -46,15 +46,6 @@ class CoupledWorker(LoraWorker):
                 # for the whole batch.
                 runner.effective_drafter_max_model_len = _NO_LIMIT
 
-    def install_bound_steps(self) -> None:
-        """Installs bound steps on the V2 runner. Called once, before the first request.
-
-        On this runner a logits processor couples the sampling (`cluster.vllm.coupled_sampling`).
-        """
-        from cluster.vllm.bound_steps import BoundSteps
-
-        BoundSteps(self.model_runner)
-
     def know_grammar_vocabulary(self, written: str) -> None:
         """Sets the vocabulary. Called before the first request with a grammar."""
         self._coupled_requests.constraints.know_vocabulary(written)

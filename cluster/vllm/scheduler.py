@@ -22,6 +22,7 @@ from vllm.v1.request import Request
 
 from cluster.engine.prompt_pace import PromptPace, PromptPart
 from cluster.logprobs import TokenLogprobs
+from cluster.telemetry.metrics import Reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +122,10 @@ class RoundScheduler(Scheduler):
         num_waiting_tokens = sum(request.num_tokens for request in [*self.waiting, *self.kv_holding_waiting])
         num_used_blocks = num_blocks - pool.get_num_free_blocks()
         return EngineLoad(num_running, num_waiting, num_waiting_tokens, num_used_blocks, num_blocks)
+
+    def readings(self) -> Iterator[Reading]:
+        """Yields metrics of the scheduler. Thread-safe."""
+        yield from ()
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         with self._prompts_in_turn(self._set_drafts()) as held_back:

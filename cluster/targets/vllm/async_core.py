@@ -10,9 +10,7 @@ from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.request import Request
 
 from cluster.speculation.drafts import Drafts
-from cluster.targets.base import TargetLoad
 from cluster.targets.vllm.core import CoordinatedScheduler
-from cluster.telemetry.metrics import Reading
 from cluster.vllm.async_scheduler import AsyncRoundScheduler
 from cluster.vllm.constraints import is_constrained
 from cluster.vllm.coupling import Coupling
@@ -23,9 +21,6 @@ class AsyncCoordinatedScheduler(CoordinatedScheduler, AsyncRoundScheduler):
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         output = super().schedule(throttle_prefills)
-        if self.num_submitted > 1 and any(self._constrained(output)):
-            # vLLM samples this step's tokens after the previous step has ended, and only then asks for the masks.
-            output.pending_structured_output_tokens = True
         for new in output.scheduled_new_reqs:
             coupling = Coupling.of(new.sampling_params.extra_args)
             if coupling is not None and coupling.params.has_penalty:
@@ -33,6 +28,9 @@ class AsyncCoordinatedScheduler(CoordinatedScheduler, AsyncRoundScheduler):
                 # generated must count too, so they must not be part of the prompt.
                 new.prompt_token_ids = new.prompt_token_ids[: coupling.num_prompt_tokens]
         return output
+
+    def needs_masks(self, scheduler_output: SchedulerOutput) -> bool:
+        return any(self._constrained(scheduler_output))
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         """Returns a mask for each row of the step's constrained requests; None if no request has a mask.
@@ -54,17 +52,9 @@ class AsyncCoordinatedScheduler(CoordinatedScheduler, AsyncRoundScheduler):
                 num_drafts.append(len(drafts))
         return GrammarOutput(request_ids, np.concatenate(masks), num_drafts) if masks else None
 
-    def update_draft_token_ids_in_output(self, draft_token_ids: Any, scheduler_output: SchedulerOutput) -> None:
-        """Does nothing: the runner makes no drafts."""
-
     def _constrained(self, scheduler_output: SchedulerOutput) -> Iterator[Request]:
         """Yields the requests with constraints that choose a token in this step."""
         for request_id in scheduler_output.num_scheduled_tokens:
             request = self.requests.get(request_id)
             if request is not None and not request.is_prefill_chunk and is_constrained(request.sampling_params):
                 yield request
-
-    def _readings(self, load: TargetLoad) -> Iterator[Reading]:
-        yield from super()._readings(load)
-        told = "Steps that ran without drafts, because these took too long or the device could not be waited for."
-        yield Reading("outrider_steps_without_drafts", told, self.num_without_drafts, is_counter=True)

@@ -19,19 +19,18 @@ from cluster.config.tls import TlsConfig
 from cluster.coordination.pool import DraftPool
 from cluster.coordination.timeline import News, TimelineReader
 from cluster.engine.constraint import TokenConstraint
-from cluster.engine.limits import StepLimits
 from cluster.engine.prompt_pace import PromptPace
 from cluster.engine.sequence import FinishReason
 from cluster.errors import first_line
-from cluster.interpreter import switch_threads_soon
 from cluster.placement.place import Place
 from cluster.speculation.drafts import Drafts
 from cluster.targets.base import GenerationOutput, TargetLoad, load_readings
 from cluster.targets.heartbeat import Heartbeat
 from cluster.targets.request_times import RequestTimes
 from cluster.targets.vllm.channel import Endpoints, Failed, Outputs, Profiled, Status, VocabularyMessage, connect
+from cluster.targets.vllm.pool_scheduler import PoolScheduler
 from cluster.targets.vllm.profiling import ProfilingRounds
-from cluster.targets.vllm.scheduler_rounds import CoordinatedRounds, Links
+from cluster.targets.vllm.scheduler_rounds import CoordinatedRounds
 from cluster.telemetry.logs import log_name, setup_logging
 from cluster.telemetry.metrics import Reading, StepTime
 from cluster.transport.dialing import Dialer
@@ -39,7 +38,7 @@ from cluster.vllm.constraints import EXTRA_ARGS_KEY as CONSTRAINTS_KEY
 from cluster.vllm.constraints import RequestConstraints
 from cluster.vllm.coupling import Coupling
 from cluster.vllm.device_rounds import DeviceRounds
-from cluster.vllm.scheduler import EngineStep, RoundScheduler
+from cluster.vllm.scheduler import EngineStep
 
 SCHEDULER = "cluster.targets.vllm.core.CoordinatedScheduler"
 ASYNC_SCHEDULER = "cluster.targets.vllm.async_core.AsyncCoordinatedScheduler"
@@ -80,17 +79,15 @@ class CoreSettings:
         return ""
 
 
-class CoordinatedScheduler(RoundScheduler):
+class CoordinatedScheduler(PoolScheduler):
     """Scheduler class that vLLM loads as its `scheduler_cls`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         settings = self.vllm_config.additional_config
         assert isinstance(settings, CoreSettings)
-        switch_threads_soon()
         setup_logging(f"{log_name('target')} engine", settings.logging.level, settings.logging.format)
         self._heartbeat = Heartbeat()
-        self._step_times = {kind: StepTime() for kind in ("prefill", "verify", "decode")}
         self._request_times = RequestTimes()
         self._num_committed_tokens = 0
         self._settings = settings
@@ -101,11 +98,10 @@ class CoordinatedScheduler(RoundScheduler):
         elif settings.drafts_on_device:
             is_fixed = speculation.controller == "fixed"
             self.rounds = DeviceRounds(self.max_drafts, speculation.num_speculative_tokens, is_fixed=is_fixed)
-        self.on_step = self._publish
         self._constraints = RequestConstraints(self.vllm_config.model_config.get_vocab_size())
         self._ended: list[Request] = []  # since the last step
         self._num_cached_tokens: dict[str, int] = {}  # by request that has not committed a token yet
-        self._links = Links(settings.new_pool)
+        self.connect(settings.new_pool, speculation)
         self._follower = TimelineReader()
         self._channel = connect(settings.channel, self._receive, _end_process)
         logging.getLogger("vllm").addHandler(_LastWords(self._channel.send))
@@ -170,10 +166,11 @@ class CoordinatedScheduler(RoundScheduler):
                 if coupling is not None and coupling.num_speculative_tokens is not None:
                     request.spec_token_ids = request.spec_token_ids[: coupling.num_speculative_tokens]
 
-    def _publish(self, step: EngineStep) -> None:
+    def stepped(self, step: EngineStep) -> None:
+        """Publishes the step."""
+        super().stepped(step)
         if not step.rounds:
             return
-        self._step_times[_kind(step)].add(step.seconds)
         self._request_times.stepped(step.num_tokens)
         outputs = []
         for committed in step.rounds:
@@ -203,23 +200,14 @@ class CoordinatedScheduler(RoundScheduler):
         if isinstance(message, VocabularyMessage):
             self._constraints.know_vocabulary(message.written)
         elif isinstance(message, Endpoints) and self._settings.has_rounds:
-            self._links.follow(message.addresses)
+            self.links.follow(message.addresses)
         elif isinstance(message, Profiled):
             if isinstance(self.rounds, ProfilingRounds):
-                self.rounds = self._coordinated_rounds(self.rounds.step_times)
+                self.rounds = self.coordinated_rounds(self.rounds.step_times)
             elif isinstance(self.rounds, DeviceRounds):
                 self.rounds.tried()
-            self._step_times, self._request_times = {kind: StepTime() for kind in self._step_times}, RequestTimes()
+            self.step_times, self._request_times = {kind: StepTime() for kind in self.step_times}, RequestTimes()
             self._num_committed_tokens = self.num_queried_tokens = self.num_hit_tokens = 0
-
-    def _coordinated_rounds(self, step_times: Sequence[tuple[int, float]]) -> CoordinatedRounds:
-        limits = StepLimits(
-            max_model_len=self.max_model_len,
-            max_num_seqs=self.max_num_running_reqs,
-            max_num_batched_tokens=self.max_num_scheduled_tokens,
-        )
-        vocab_size = self.vllm_config.model_config.get_vocab_size()
-        return CoordinatedRounds(self._links, self._settings.speculation, vocab_size, limits, step_times)
 
     def _report(self) -> None:
         while True:
@@ -230,7 +218,7 @@ class CoordinatedScheduler(RoundScheduler):
             time.sleep(_STATUS_SECONDS)
 
     def _send_status(self) -> None:
-        load, pool, rounds = self.load(), self._links.pool, self.rounds
+        load, pool, rounds = self.load(), self.links.pool, self.rounds
         target_load = TargetLoad(
             load.num_running,
             load.num_waiting,
@@ -260,23 +248,13 @@ class CoordinatedScheduler(RoundScheduler):
         yield counter("outrider_committed_tokens", "Tokens committed.", self._num_committed_tokens)
         yield self._heartbeat.busy
         yield from self._request_times.readings()
-        for kind, step_time in self._step_times.items():
-            yield from step_time.readings("outrider_step", "Steps of the engine", kind=kind)
-        if isinstance(self.rounds, CoordinatedRounds):
-            yield from self.rounds.readings()
-            yield from self._links.pool.readings()
+        yield from self.readings()
 
 
 def _extra_args(request: Any) -> dict[str, Any]:
     """Returns the extra arguments of `request`; empty if the request has none."""
     params = request.sampling_params
     return (params.extra_args or {}) if params is not None else {}
-
-
-def _kind(step: EngineStep) -> str:
-    if step.has_prefill:
-        return "prefill"
-    return "verify" if any(committed.draft_token_ids for committed in step.rounds) else "decode"
 
 
 class _LastWords(logging.Handler):

@@ -21,6 +21,7 @@ from cluster.coordination.pool import DraftPool
 from cluster.coordination.sequence import Round, SpeculativeSequence
 from cluster.coordination.timeline import Timeline
 from cluster.engine.limits import StepLimits
+from cluster.placement.endpoints import follow
 from cluster.speculation.demand import DraftDemand
 from cluster.speculation.drafts import Drafts
 from cluster.targets.base import root_of
@@ -209,9 +210,11 @@ def _timing(step: EngineStep) -> StepTiming:
 class Links:
     """Runs the links of a draft pool in a thread with its own event loop."""
 
-    def __init__(self, new_pool: Callable[[], DraftPool]) -> None:
+    def __init__(self, new_pool: Callable[[], DraftPool], addresses: Sequence[str] = ()) -> None:
+        """`addresses`: the draft workers, whose names and files are followed; without any, `follow` sets them."""
         self._new_pool = new_pool
         self.pool = new_pool()
+        self._addresses = addresses
         self._endpoints: Sequence[str] = ()
         self._changed: asyncio.Event
         self._loop = asyncio.new_event_loop()
@@ -240,7 +243,8 @@ class Links:
         if self._running is not None:
             self._running.cancel()
         self._changed = asyncio.Event()
-        self._running = self._loop.create_task(self.pool.run(self._lists(self._changed)))
+        lists = follow(self._addresses) if self._addresses else self._lists(self._changed)
+        self._running = self._loop.create_task(self.pool.run(lists))
 
     async def _lists(self, changed: asyncio.Event) -> AsyncIterator[Sequence[str]]:
         while True:

@@ -180,9 +180,7 @@ class VllmTarget(Target):
             self._config.draft.tls_server_name,
         )
         llm = AsyncLLM.from_engine_args(args)
-        if self._on_v2:
-            await llm.collective_rpc("install_bound_steps")
-        elif self._is_coupled:
+        if self._is_coupled and not self._on_v2:
             await llm.collective_rpc("install_coupled_sampling")
         if self._config.target.takes_adapters:
             await llm.collective_rpc("prepare_adapters")

@@ -1,7 +1,4 @@
-"""Plugin for `vllm serve` on the V2 model runner: coupled sampling and draft workers, without our target worker.
-
-Experimental: tested with Triton's interpreter on a CPU, not on a GPU.
-"""
+"""Plugin for `vllm serve`: coupled sampling and draft workers, without our target worker and router."""
 
 from __future__ import annotations
 

@@ -31,23 +31,29 @@ from cluster.vllm.v2 import is_asked_for
 from cluster.vllm.v2.settings import PluginSettings
 
 _K = "num_speculative_tokens"
+_SCHEDULER = "cluster.vllm.v2.scheduler.PluginScheduler"
 _INT64 = range(-(2**63), 2**63)
 
 
 def prepare(engine_args: Any) -> None:
     """Adapts `engine_args` before vLLM creates its configuration from them.
 
-    Raises ConfigurationError if vLLM's version or its `speculative_config` does not fit the plugin.
+    Raises ConfigurationError if vLLM's version or an argument does not fit the plugin.
     """
     compatibility.check(compatibility.V2_FRONT_END)
-    settings = PluginSettings.of(engine_args.additional_config)
-    speculation = carrier(settings.num_speculative_tokens)
-    if engine_args.speculative_config not in (None, speculation):
-        raise ConfigurationError(
-            f"--speculative-config {engine_args.speculative_config} cannot be combined with the drafts of "
-            "`--additional-config` outrider.draft_addresses: leave one of them out"
-        )
-    engine_args.speculative_config = speculation
+    max_drafts = PluginSettings.of(engine_args.additional_config).max_drafts
+    ours: dict[str, Any] = {"speculative_config": carrier(max_drafts)}
+    if max_drafts:
+        # With the runner in its own process, the scheduler continues while a launch waits for the device.
+        ours |= {"scheduler_cls": _SCHEDULER, "async_scheduling": True, "distributed_executor_backend": "mp"}
+    for name, value in ours.items():
+        given = getattr(engine_args, name)
+        if given not in (None, value):
+            raise ConfigurationError(
+                f"--{name.replace('_', '-')} {given} cannot be combined with `--additional-config` "
+                "outrider.draft_addresses: leave one of them out"
+            )
+        setattr(engine_args, name, value)
     processors = list(engine_args.logits_processors or ())
     if COUPLED_SAMPLING not in processors:
         engine_args.logits_processors = [*processors, COUPLED_SAMPLING]
@@ -56,12 +62,13 @@ def prepare(engine_args: Any) -> None:
 
 
 def check(config: Any) -> None:
-    """Checks vLLM's final configuration. Raises ConfigurationError if coupled sampling would not be exact."""
+    """Checks vLLM's final configuration. Raises ConfigurationError if the plugin does not work with it."""
     if not config.use_v2_model_runner:
         raise ConfigurationError(
             "the outrider plugin needs vLLM's V2 model runner, which this configuration does not select: set "
             "VLLM_USE_V2_MODEL_RUNNER=1, or leave outrider out of --additional-config"
         )
+    compatibility.check(compatibility.V2_STEPS)
     mode = config.model_config.logprobs_mode
     if mode.startswith("processed"):
         raise ConfigurationError(
@@ -69,6 +76,12 @@ def check(config: Any) -> None:
         )
     if config.watermark_config is not None:
         raise ConfigurationError("watermarking draws tokens by its own rule: leave it or outrider.draft_addresses out")
+    parallel = config.parallel_config
+    if config.num_speculative_tokens and (parallel.nnodes > 1 or parallel.pipeline_parallel_size > 1):
+        raise ConfigurationError(
+            "drafts reach the ranks through shared memory, and all ranks wait for the same step: run the engine on one "
+            "node without pipeline parallelism, or set outrider.draft_addresses to []"
+        )
 
 
 # Requests.
@@ -83,7 +96,7 @@ def _process_inputs(
         return original(processor, request_id, prompt, params, *rest, **options)
     settings = PluginSettings.of(additional_config)
     seed = secrets.randbits(64) - 2**63 if params.seed is None else params.seed
-    shape, k = couple(params, seed, settings.speculation.num_speculative_tokens)
+    shape, k = couple(params, seed, settings.speculation.max_speculative_tokens)
     params._validate_logit_bias(processor.model_config)
     accepted = params.clone()
     accepted.min_p, accepted.logit_bias = 0.0, None  # vLLM refuses them with speculation

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +17,7 @@ from cluster.coordination.coordinator import Coordinator
 from cluster.engine.prompt_pace import PromptPart
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
-from cluster.targets.vllm.scheduler_rounds import CoordinatedRounds
+from cluster.targets.vllm.scheduler_rounds import CoordinatedRounds, Links
 from cluster.vllm.coupling import Coupling
 from cluster.wire.messages import Proposal, SpeculateReply, Timing
 from tests.cluster.coordination.scripted import LIMITS, VOCAB_SIZE, ScriptedLink, ScriptedPool
@@ -205,3 +207,19 @@ def test_what_is_not_in_the_vocabulary_or_too_long_is_dropped(
     dropped = {r.labels["reason"]: r.value for r in rounds.readings() if r.name == "outrider_proposals_dropped"}
     assert dropped["vocabulary"] > 0
     assert dropped["excess"] > 0
+
+
+def test_links_follow_a_file_of_addresses(tmp_path: Path) -> None:
+    lists: SimpleQueue[Sequence[str]] = SimpleQueue()
+
+    class Pool(ScriptedPool):
+        async def run(self, endpoints: AsyncIterator[Sequence[str]]) -> None:
+            async for lines in endpoints:
+                lists.put(lines)
+
+    addresses = tmp_path / "drafts"
+    addresses.write_text("a:1\n")
+    Links(Pool, [f"file:{addresses}"])  # type: ignore[arg-type]
+    assert lists.get(timeout=10) == ["a:1"]
+    addresses.write_text("a:1\nb:2\n")
+    assert lists.get(timeout=10) == ["a:1", "b:2"]

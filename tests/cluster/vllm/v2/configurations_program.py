@@ -31,6 +31,7 @@ def main() -> None:
             answer = {
                 "processors": config.model_config.logits_processors,
                 "k": speculative and speculative.num_speculative_tokens,
+                "scheduler": config.scheduler_config.scheduler_cls,
             }
         print(json.dumps(answer), file=answers, flush=True)
 

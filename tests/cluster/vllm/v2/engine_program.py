@@ -36,6 +36,7 @@ def main() -> None:
         command = json.loads(line)
         answer = counters() if command == "counters" else generate(command)
         print(json.dumps(answer), file=answers, flush=True)
+    os._exit(0)  # some of vLLM's threads would not end
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from protos.speculation.v1 import draft_pb2_grpc, types_pb2
 from services.draft.servicer import DraftServicer
 from tests.background_loop import BackgroundLoop
 
-Quality = Literal["empty", "random", "good", "perfect"]
+Quality = Literal["random", "good"]
 
 
 class _Worker:
@@ -25,7 +25,7 @@ class _Worker:
     error = None
 
     def __init__(self, vocab_size: int) -> None:
-        self.quality: Quality = "empty"
+        self.quality: Quality = "good"
         self.truths: Sequence[Sequence[int]] = ()  # prompts with their answers
         self._vocab_size = vocab_size
         self._choose = random.Random(0)
@@ -61,14 +61,12 @@ class _Worker:
         return Proposal(wire_id, len(tokens), self._drafts(tokens))
 
     def _drafts(self, tokens: list[int]) -> list[int]:
-        if self.quality == "empty":
-            return []
-        length = 6 if self.quality == "perfect" else self._choose.randint(1, 6)
+        length = self._choose.randint(1, 6)
         if self.quality == "random":
             return [self._choose.randrange(self._vocab_size) for _ in range(length)]
         truths = [truth for truth in self.truths if list(truth[: len(tokens)]) == tokens]
         drafts = list(self._choose.choice(truths)[len(tokens) :][:length]) if truths else []
-        if self.quality == "good" and drafts and self._choose.random() < 0.3:
+        if drafts and self._choose.random() < 0.3:
             drafts[self._choose.randrange(len(drafts))] = self._choose.randrange(self._vocab_size)
         return drafts
 

@@ -43,15 +43,13 @@ def start_engine(values: Mapping[str, Any]) -> tuple[Any, Any]:
 
     from cluster.vllm.async_scheduler import AsyncRoundScheduler
     from cluster.vllm.engine_args import COUPLED_SAMPLING, allow_bias
-    from cluster.vllm.sampling import EXTENSION
 
     allow_bias()
-    ours = {"scheduler_cls": AsyncRoundScheduler, "worker_extension_cls": EXTENSION}
-    ours |= {"logits_processors": [COUPLED_SAMPLING], "async_scheduling": True, "distributed_executor_backend": "mp"}
+    ours = {"scheduler_cls": AsyncRoundScheduler, "logits_processors": [COUPLED_SAMPLING], "async_scheduling": True}
+    ours |= {"distributed_executor_backend": "mp"}
     config = EngineArgs(**values, **ours).create_engine_config()
     assert config.scheduler_config.async_scheduling
     engine = LLMEngine(config, Executor.get_class(config), log_stats=False)
-    engine.collective_rpc("install_bound_steps")
     return engine, engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
 
 

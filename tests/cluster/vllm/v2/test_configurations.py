@@ -14,17 +14,24 @@ from cluster.model_folder import resolve_model_folder
 from .environment import ROOT, environment
 
 PROCESSOR = "cluster.vllm.coupled_sampling:CoupledSampling"
-POOL = {"draft_addresses": ["127.0.0.1:1"], "speculation": {"num_speculative_tokens": 3}}
+POOL = {"draft_addresses": ["127.0.0.1:1"], "speculation": {"num_speculative_tokens": 2, "max_speculative_tokens": 3}}
+SCHEDULER = "cluster.vllm.v2.scheduler.PluginScheduler"
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
 MADE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "nothing is asked for": ({}, {"processors": None, "k": None}),
-    "our own target worker": ({"outrider": {"channel": "x"}}, {"processors": None, "k": None}),
-    "another speculation": ({"settings": {"speculative_config": NGRAM}}, {"processors": None, "k": 2}),
-    "a pool": ({"outrider": POOL}, {"processors": [PROCESSOR], "k": 3}),
-    "coupled sampling alone": ({"outrider": {"draft_addresses": []}}, {"processors": [PROCESSOR], "k": None}),
+    "nothing is asked for": ({}, {"processors": None, "k": None, "scheduler": None}),
+    "our own target worker": ({"outrider": {"channel": "x"}}, {"processors": None, "k": None, "scheduler": None}),
+    "another speculation": (
+        {"settings": {"speculative_config": NGRAM}},
+        {"processors": None, "k": 2, "scheduler": None},
+    ),
+    "a pool": ({"outrider": POOL}, {"processors": [PROCESSOR], "k": 3, "scheduler": SCHEDULER}),
+    "coupled sampling alone": (
+        {"outrider": {"draft_addresses": []}},
+        {"processors": [PROCESSOR], "k": None, "scheduler": None},
+    ),
     "other processors": (
         {"outrider": POOL, "settings": {"logits_processors": ["a:B"]}},
-        {"processors": ["a:B", PROCESSOR], "k": 3},
+        {"processors": ["a:B", PROCESSOR], "k": 3, "scheduler": SCHEDULER},
     ),
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -33,6 +40,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"outrider": POOL, "settings": {"speculative_config": NGRAM}},
         "--speculative-config",
     ),
+    "another scheduler": ({"outrider": POOL, "settings": {"scheduler_cls": "a.B"}}, "--scheduler-cls a.B"),
+    "no asynchronous scheduling": (
+        {"outrider": POOL, "settings": {"async_scheduling": False}},
+        "--async-scheduling False",
+    ),
+    "a runner in the engine core": (
+        {"outrider": POOL, "settings": {"distributed_executor_backend": "uni"}},
+        "--distributed-executor-backend uni",
+    ),
+    "pipeline parallelism": ({"outrider": POOL, "settings": {"pipeline_parallel_size": 2}}, "pipeline parallelism"),
     "noise in log-probabilities": (
         {"outrider": POOL, "settings": {"logprobs_mode": "processed_logprobs"}},
         "--logprobs-mode processed_logprobs",

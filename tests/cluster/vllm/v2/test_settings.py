@@ -23,17 +23,17 @@ def test_draft_addresses_ask_for_it() -> None:
     assert is_asked_for({"outrider": {"draft_addresses": []}})
 
 
-def test_defaults() -> None:
+def test_speculation_is_that_of_a_cluster() -> None:
     found = settings(draft_addresses=["a:1", "dns:b:2", "file:/c"])
-    assert found.num_speculative_tokens == SpeculationConfig().num_speculative_tokens
-    assert found.speculation.max_speculative_tokens == found.num_speculative_tokens
-    assert found.speculation.controller == "fixed"
+    assert found.speculation == SpeculationConfig()
+    assert found.max_drafts == SpeculationConfig().max_speculative_tokens
 
 
-def test_k() -> None:
-    speculation = {"num_speculative_tokens": 7}
-    assert settings(draft_addresses=["a:1"], speculation=speculation).num_speculative_tokens == 7
-    assert settings(draft_addresses=[], speculation=speculation).num_speculative_tokens == 0
+def test_engine_has_room_for_the_most_drafts_of_a_request() -> None:
+    speculation = {"num_speculative_tokens": 3, "max_speculative_tokens": 7}
+    assert settings(draft_addresses=["a:1"], speculation=speculation).max_drafts == 7
+    assert settings(draft_addresses=["a:1"], speculation={"num_speculative_tokens": 0}).max_drafts == 0
+    assert settings(draft_addresses=[], speculation=speculation).max_drafts == 0
 
 
 @pytest.mark.parametrize(
@@ -41,9 +41,8 @@ def test_k() -> None:
     [
         ({"draft_addresses": ["nowhere"]}, "outrider.draft_addresses.0"),
         ({"draft_addresses": [], "speculation": {"tree_width": 2}}, "outrider.speculation: .*tree_width 2"),
-        ({"draft_addresses": [], "speculation": {"controller": "goodput"}}, "controller goodput"),
         ({"draft_addresses": [], "speculation": {"acceptance": "rejection"}}, "acceptance rejection"),
-        ({"draft_addresses": [], "speculation": {"max_speculative_tokens": 9}}, "max_speculative_tokens 9"),
+        ({"draft_addresses": [], "speculation": {"num_speculative_tokens": 17}}, "num_speculative_tokens 17"),
         ({"draft_addresses": [], "speculation": {"k": 9}}, "outrider.speculation.k"),
         ({"draft_addresses": [], "drafts": []}, "outrider.drafts"),
     ],
