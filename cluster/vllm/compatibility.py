@@ -47,8 +47,7 @@ class Internal(NamedTuple):
 V2_FRONT_END = (
     Internal("vllm.engine.arg_utils", "EngineArgs.create_engine_config", ("self", "usage_context", "headless")),
     Internal("vllm.exceptions", "VLLMValidationError"),
-    Internal("vllm.sampling_params", "SamplingParams.clone", ("self",)),
-    Internal("vllm.sampling_params", "SamplingParams._validate_logit_bias", ("self", "model_config")),
+    Internal("vllm.sampling_params", "SamplingParams._validate_spec_decode", ("self", "speculative_config")),
     Internal("vllm.config", "VllmConfig.use_v2_model_runner"),
     Internal(
         "vllm.v1.engine.input_processor",

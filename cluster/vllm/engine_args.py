@@ -112,7 +112,10 @@ def carrier(num_speculative_tokens: int) -> dict[str, Any] | None:
 
 
 def allow_bias() -> None:
-    """Makes vLLM accept requests with a logit bias despite speculation. The V2 runner applies the bias correctly."""
+    """Makes the engines of this process accept a logit bias and min-p despite speculation.
+
+    On the V2 runner, vLLM applies the bias to the rows of drafts, too, and we apply min-p.
+    """
     from vllm.sampling_params import SamplingParams
 
     wrap_function(SamplingParams, "_validate_spec_decode", lambda original, *arguments: None)

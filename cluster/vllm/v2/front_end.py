@@ -1,9 +1,7 @@
 """Extension of vLLM's front end: makes every request greedy for vLLM, and moves its sampling parameters to a coupling.
 
 temperature, top_k, top_p, min_p, seed    Go to the coupling in `extra_args`; vLLM gets neutral values.
-logit_bias                                Goes to vLLM, which applies it. A check that refuses it with speculation is
-                                          bypassed.
-penalties, bad words, grammar, ...        Go to vLLM unchanged.
+logit_bias, penalties, bad words, ...     Go to vLLM, which applies them.
 vllm_xargs {"num_speculative_tokens": n}  Goes to the coupling.
 """
 
@@ -25,7 +23,7 @@ from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.vllm import compatibility
 from cluster.vllm.coupling import Coupling
-from cluster.vllm.engine_args import COUPLED_SAMPLING, carrier
+from cluster.vllm.engine_args import COUPLED_SAMPLING, allow_bias, carrier
 from cluster.vllm.function_wrapping import wrap_function
 from cluster.vllm.v2 import is_asked_for
 from cluster.vllm.v2.settings import PluginSettings
@@ -57,6 +55,7 @@ def prepare(engine_args: Any) -> None:
     processors = list(engine_args.logits_processors or ())
     if COUPLED_SAMPLING not in processors:
         engine_args.logits_processors = [*processors, COUPLED_SAMPLING]
+    allow_bias()
     wrap_function(InputProcessor, "process_inputs", _process_inputs)
     wrap_function(ParentRequest, "get_child_info", _get_child_info)
 
@@ -94,17 +93,12 @@ def _process_inputs(
     additional_config = processor.vllm_config.additional_config
     if not isinstance(params, VllmSamplingParams) or not is_asked_for(additional_config):
         return original(processor, request_id, prompt, params, *rest, **options)
-    settings = PluginSettings.of(additional_config)
     seed = secrets.randbits(64) - 2**63 if params.seed is None else params.seed
-    shape, k = couple(params, seed, settings.speculation.max_speculative_tokens)
-    params._validate_logit_bias(processor.model_config)
-    accepted = params.clone()
-    accepted.min_p, accepted.logit_bias = 0.0, None  # vLLM refuses them with speculation
-    accepted.extra_args = {name: value for name, value in (params.extra_args or {}).items() if name != _K}
-    request = original(processor, request_id, prompt, accepted, *rest, **options)
+    speculation = PluginSettings.of(additional_config).speculation
+    shape, k = couple(params, seed, speculation.max_speculative_tokens)
+    request = original(processor, request_id, prompt, params, *rest, **options)
     coupling = Coupling(shape, NoiseKey.derive(seed, 0), len(request.prompt_token_ids or ()), k)
     make_greedy(request.sampling_params, coupling)
-    request.sampling_params.logit_bias = params.logit_bias
     request.sampling_params.seed = seed if params.n > 1 else None  # `_get_child_info` derives the choices' keys from it
     return request
 
