@@ -17,6 +17,10 @@ from cluster.config.tls import TlsConfig
 from cluster.config.types import LogFormat, LogLevel, Section, Share
 from cluster.config.workers import DraftConfig, TargetConfig, WorkerConfig, model_name
 
+V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+"Environment variable of vLLM: 1 for its V2 model runner, 0 for V1."
+_COUPLED_ON_V2 = ("draft_model", "eagle", "eagle3", "mtp")  # vLLM's methods that draw under the shared noise there
+
 
 class TracingConfig(Section):
     """Export of requests' spans by OTLP over HTTP."""
@@ -233,6 +237,18 @@ class Config(Section):
     def has_draft_workers(self) -> bool:
         """True if there are draft workers."""
         return self.has_drafter and self.draft.placement != "in-process"
+
+    @property
+    def needs_v1_runner(self) -> str | None:
+        """The setting that vLLM's V2 model runner does not support with our scheduler; None if it supports all."""
+        if self.target.takes_adapters:
+            return "target.lora or target.lora_root"
+        if self.speculation.acceptance == "engine":
+            return "speculation.acceptance engine"
+        method = self.draft.speculative_config.get("method")
+        if self.draft.drafter == "engine" and method not in _COUPLED_ON_V2:
+            return f"draft.speculative_config.method {method}"
+        return None
 
     def with_further_drafts(self, name: str) -> Config:
         """Returns the configuration of the draft workers that `ray.further_drafts` calls `name`. Raises ValueError."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cluster.config import V2_RUNNER, Config
 from cluster.config.workers import WorkerConfig
 from cluster.engine.loader import resolve_device
 from cluster.errors import ConfigurationError
@@ -24,7 +25,6 @@ _IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 _CPU_BLOCK_TOKENS = 32  # vLLM's attention on a CPU is fast for multiples of this block size
 
 COUPLED_SAMPLING = "cluster.vllm.coupled_sampling:CoupledSampling"  # logits processor of the V2 runner
-_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 # Arguments that may not be set, each with the setting to use instead; None: this project sets the argument itself.
 _OWNED = {
@@ -95,9 +95,15 @@ def make_args(cls: type[Any], values: Mapping[str, Any]) -> Any:
         raise ConfigurationError(f"engine_args: vLLM reports: {error}") from error
 
 
-def wants_v2_runner() -> bool:
-    """Returns True if the target worker uses vLLM's V2 model runner, with asynchronous scheduling."""
-    return os.environ.get(_RUNNER) == "1"
+def wants_v2_runner(config: Config) -> bool:
+    """Returns True if the target worker uses vLLM's V2 model runner, with asynchronous scheduling.
+
+    The environment decides, as in vLLM. Without it, a GPU has that runner if it supports all settings.
+    """
+    asked = os.environ.get(V2_RUNNER)
+    if asked is not None:
+        return asked == "1"
+    return resolve_device(config.target.device).type == "cuda" and config.needs_v1_runner is None
 
 
 def carrier(num_speculative_tokens: int) -> dict[str, Any] | None:
@@ -126,7 +132,7 @@ def set_environment(worker: WorkerConfig, *, v2_runner: bool = False) -> None:
 
     Variables that are already set stay as they are, except for the model runner and the start method of processes.
     """
-    os.environ[_RUNNER] = str(int(v2_runner))
+    os.environ[V2_RUNNER] = str(int(v2_runner))
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # threads already run by then
     wanted = {
         "VLLM_LOGGING_LEVEL": "ERROR",  # other messages of vLLM do not help an operator

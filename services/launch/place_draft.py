@@ -5,13 +5,12 @@ from __future__ import annotations
 import glob
 import os
 
-from cluster.config import Config
+from cluster.config import V2_RUNNER, Config
 from services.launch.cores import divide_cores
 from services.launch.host_cores import num_target_cores, read_cores
 
 # The measured cases: models of the PyTorch engine, and drafters that compute hardly anything.
 _DRAFTERS = ("model", "self-int4", "layer-skip", "ngram")
-_V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 _MIN_CORES = 4  # for the draft alone; with fewer it gains hardly anything over the core that it shares in a pool
 
 
@@ -33,7 +32,8 @@ def place_draft(config: Config) -> tuple[Config, str | None]:
 def _shares_gpu(config: Config) -> bool:
     """Returns True if vLLM's V2 runner can draft on the machine's only GPU, where a draft worker would take turns."""
     target, draft = config.target, config.draft
-    if target.engine != "vllm" or os.environ.get(_V2_RUNNER) != "1" or draft.drafter != "model":
+    has_v2_runner = os.environ.get(V2_RUNNER, "1") == "1" and config.needs_v1_runner is None
+    if target.engine != "vllm" or not has_v2_runner or draft.drafter != "model":
         return False
     is_alone = (target.replicas, draft.replicas, target.tensor_parallel_size) == (1, 1, 1)
     return is_alone and draft.device != "cpu" and target_has_gpu(config) and _num_gpus() == 1

@@ -16,7 +16,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from cluster.config import Config
+from cluster.config import V2_RUNNER, Config
 from cluster.constraints import UNCONSTRAINED
 from cluster.coordination.timeline import Timeline
 from cluster.engine.limits import StepLimits
@@ -67,7 +67,6 @@ from cluster.vllm.engine_args import (
     check_numerics,
     common_engine_args,
     make_args,
-    wants_v2_runner,
 )
 from cluster.vllm.lora import LoraLimits
 from cluster.vllm.sampling import EXTENSION
@@ -79,7 +78,6 @@ _LAST_WORDS_SECONDS = 10.0  # An older error is not the reason why the engine co
 _SHUTDOWN_SECONDS = 2.0  # Time for the engine core to end by itself.
 _SILENT_SECONDS = 5.0  # An engine that has work and sends no status for longer counts as stuck.
 _WITH_A_MODEL = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "dflash")
-_COUPLED = ("draft_model", "eagle", "eagle3", "mtp")  # methods that draw with the shared noise on the V2 runner
 _PROPOSER = "cluster.vllm.proposer.NoProposer"
 _T = TypeVar("_T")
 
@@ -87,17 +85,19 @@ _T = TypeVar("_T")
 class VllmTarget(Target):
     """vLLM in its own processes. Its client runs in a thread with an event loop."""
 
-    def __init__(self, config: Config, tokenizer_fingerprint: str) -> None:
-        """Loads the model. Raises ConfigurationError."""
+    def __init__(self, config: Config, tokenizer_fingerprint: str, *, on_v2: bool) -> None:
+        """Loads the model. `on_v2`: whether vLLM uses its V2 model runner. Raises ConfigurationError."""
         target, folder = config.target, resolve_model_folder(config.target.model)
         check_numerics(target, target.numerics)
-        self._on_v2 = wants_v2_runner()
-        if self._on_v2:
-            _check_v2(config)
-        elif config.drafts_in_process:
+        self._on_v2 = on_v2
+        if on_v2 and config.needs_v1_runner is not None:
             raise ConfigurationError(
-                "draft.placement in-process needs vLLM's V2 runner: set VLLM_USE_V2_MODEL_RUNNER=1"
+                f"{config.needs_v1_runner} is not available on vLLM's V2 runner; unset {V2_RUNNER}"
             )
+        if config.drafts_in_process and not on_v2:
+            why_not = f"leave {config.needs_v1_runner} out" if config.needs_v1_runner else f"set {V2_RUNNER}=1"
+            raise ConfigurationError(f"draft.placement in-process needs vLLM's V2 runner: {why_not}")
+        logger.info("vLLM's %s model runner", "V2" if on_v2 else "V1")
         self._drafts_on_device = self._on_v2 and (config.drafts_in_process or config.draft.drafter == "engine")
         self._config = config
         self._is_coupled = config.speculation.acceptance != "engine"
@@ -447,21 +447,6 @@ class VllmTarget(Target):
                 f"vLLM's engine core has ended: {cause if is_recent else 'its own message, if any, is above'}"
             )
             logger.error("%s", self.error)
-
-
-def _check_v2(config: Config) -> None:
-    """Raises ConfigurationError if a setting is not available on vLLM's V2 runner."""
-    for setting, is_there in (
-        ("target.lora and target.lora_root", config.target.takes_adapters),
-        ("speculation.acceptance engine", config.speculation.acceptance == "engine"),
-    ):
-        if is_there:
-            raise ConfigurationError(f"{setting} is not available on vLLM's V2 runner; unset VLLM_USE_V2_MODEL_RUNNER")
-    method = config.draft.speculative_config.get("method")
-    if config.draft.drafter == "engine" and method not in _COUPLED:
-        raise ConfigurationError(
-            f"draft.speculative_config.method {method}: vLLM's V2 runner supports {', '.join(_COUPLED)}"
-        )
 
 
 def _own_params(request: GenerationRequest) -> dict[str, Any]:

@@ -55,8 +55,10 @@ def test_auto_is_decided(
 @pytest.mark.parametrize(
     ("num_gpus", "runner", "settings", "placement"),
     [
+        (1, None, [], "in-process"),
         (1, "1", [], "in-process"),
         (1, "0", [], "pool"),
+        (1, None, ["target.lora_root=/adapters"], "pool"),
         (2, "1", [], "pool"),
         (1, "1", ["draft.device=cpu"], "pool"),
         (1, "1", ["target.tensor_parallel_size=2"], "pool"),
@@ -65,11 +67,13 @@ def test_auto_is_decided(
     ],
 )
 def test_a_draft_that_shares_the_gpu_of_a_vllm_target_is_in_its_process(
-    num_gpus: int, runner: str, settings: list[str], placement: str, monkeypatch: pytest.MonkeyPatch
+    num_gpus: int, runner: str | None, settings: list[str], placement: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_num_gpus", lambda: num_gpus)
     monkeypatch.setattr(module, "read_cores", lambda: [Core((cpu,)) for cpu in range(2)])
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    if runner is not None:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
     config, _ = place_draft(load_config(None, ["target.engine=vllm", "target.device=cuda", *settings]))
     assert config.draft.placement == placement
 

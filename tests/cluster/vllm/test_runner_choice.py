@@ -1,0 +1,36 @@
+"""Which of vLLM's model runners a target has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cluster.config.file import load_config
+from cluster.vllm import engine_args
+from cluster.vllm.engine_args import wants_v2_runner
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "settings", "is_v2"),
+    [
+        ("cuda", None, [], True),
+        ("cuda", "0", [], False),
+        ("cpu", None, [], False),
+        ("cpu", "1", [], True),
+        ("cuda", None, ["target.lora_root=/adapters"], False),
+        ("cuda", None, ["speculation.acceptance=engine", "draft.drafter=engine"], False),
+        ("cuda", None, ["draft.drafter=engine", "draft.speculative_config={method: ngram}"], False),
+        ("cuda", None, ["draft.drafter=engine", "draft.speculative_config={method: eagle}"], True),
+        ("cuda", "1", ["target.lora_root=/adapters"], True),  # is refused by the setting's name
+    ],
+)
+def test_a_gpu_has_v2_unless_a_setting_needs_v1(
+    device: str, asked: str | None, settings: list[str], is_v2: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_args, "resolve_device", lambda name: torch.device(device))
+    if asked is None:
+        monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    else:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", asked)
+    config = load_config(None, ["target.engine=vllm", *settings])
+    assert wants_v2_runner(config) is is_v2
