@@ -26,7 +26,7 @@ class ClusterRequest:
 
     target: PlannedModel
     target_gpus: GpuGroup
-    draft: PlannedModel
+    drafts: tuple[PlannedModel, ...]  # alternatives
     draft_gpus: GpuGroup
     acceptance_rate: float
     round_trips_seconds: tuple[float, ...]  # round trips to a remote pool
@@ -56,36 +56,69 @@ def options(request: ClusterRequest) -> Iterator[Option]:
         num_speculative_tokens=request.num_speculative_tokens,
     )
     yield alone
-    yield _beside(request, alone)
-    sidecar = _apart(request, alone, "sidecar", request.draft, request.sidecar_round_trip_seconds)
-    yield sidecar
-    pools = [
-        replace(_apart(request, alone, f"pool, {1e3 * seconds:g} ms away", request.draft, seconds), is_pool=True)
-        for seconds in request.round_trips_seconds
-    ]
-    yield from pools
-    if request.draft.dtype != "int4":
-        int4 = replace(request.draft, dtype="int4")
-        yield _apart(request, alone, "sidecar, INT4 draft", int4, request.sidecar_round_trip_seconds)
-    yield _on_host_cpu(request, alone)
+    for draft in request.drafts:
+        for option in _placements(request, alone, draft):
+            yield option if len(request.drafts) == 1 else replace(option, name=f"{draft.name}, {option.name}")
+    if request.target.steps is not None:
+        yield replace(_beside(request, alone, _head_of(request.target)), name="EAGLE head in the target")
     yield replace(alone, name="n-gram", drafting=Drafting(NoSteps(), request.ngram_acceptance_rate))
 
 
-def _beside(request: ClusterRequest, alone: Option) -> Option:
+def _placements(request: ClusterRequest, alone: Option, draft: PlannedModel) -> Iterator[Option]:
+    """Yields the options with `draft`."""
+    yield _beside(request, alone, draft)
+    yield _apart(request, alone, "sidecar", draft, request.sidecar_round_trip_seconds)
+    pools = [
+        replace(_apart(request, alone, f"pool, {1e3 * seconds:g} ms away", draft, seconds), is_pool=True)
+        for seconds in request.round_trips_seconds
+    ]
+    yield from pools
+    for pool in pools[:1]:
+        if pool.drafting is not None:
+            yield replace(pool, name=f"{pool.name}, one pass", drafting=replace(pool.drafting, is_one_pass=True))
+    if draft.dtype != "int4":
+        int4 = replace(draft, dtype="int4")
+        yield _apart(request, alone, "sidecar, INT4 draft", int4, request.sidecar_round_trip_seconds, is_quantized=True)
+    yield _on_host_cpu(request, alone, draft)
+
+
+def _head_of(target: PlannedModel) -> PlannedModel:
+    """Returns a head of the kind of EAGLE: a layer of `target`, and a projection of token and state (arXiv 2401.15077).
+
+    Each draft also reads the target's output head, so its parameters count.
+    """
+    assert target.steps is not None
+    hidden, vocabulary = target.steps.hidden_size, target.steps.vocab_size * target.steps.hidden_size
+    in_layers = (target.num_parameters - 2 * vocabulary) // target.num_layers
+    return replace(target, name="head", num_parameters=in_layers + 2 * hidden * hidden + vocabulary, num_layers=1)
+
+
+def _beside(request: ClusterRequest, alone: Option, draft: PlannedModel) -> Option:
     """Returns the option with the draft on the target's GPUs, divided among them like the target."""
-    steps = Roofline(request.draft, request.target_gpus, request.efficiency)
+    steps = Roofline(draft, request.target_gpus, request.efficiency)
     return replace(
         alone,
         name="draft beside the target",
         drafting=Drafting(steps, request.acceptance_rate),
-        budgets=plan_pair(request.target, request.draft, _depth(request), _memory(request, request.target_gpus)),
+        budgets=plan_pair(request.target, draft, _depth(request), _memory(request, request.target_gpus)),
     )
 
 
-def _apart(request: ClusterRequest, alone: Option, name: str, draft: PlannedModel, round_trip: float) -> Option:
-    """Returns the option with the draft on its own GPUs."""
+def _apart(
+    request: ClusterRequest,
+    alone: Option,
+    name: str,
+    draft: PlannedModel,
+    round_trip: float,
+    *,
+    is_quantized: bool = False,
+) -> Option:
+    """Returns the option with the draft on its own GPUs.
+
+    `is_quantized`: whether `draft` is in INT4 although another dtype was asked for.
+    """
     rate = request.acceptance_rate
-    if draft.dtype != request.draft.dtype:
+    if is_quantized:
         told = request.int4_acceptance_rate
         rate = rate * INT4_ACCEPTANCE_SHARE if told is None else told
     drafting = Drafting(Roofline(draft, request.draft_gpus, request.efficiency), rate, round_trip, RUN_AHEAD_HIDES)
@@ -93,13 +126,13 @@ def _apart(request: ClusterRequest, alone: Option, name: str, draft: PlannedMode
     return replace(option, draft_dollars_per_hour=request.draft_gpus.dollars_per_hour)
 
 
-def _on_host_cpu(request: ClusterRequest, alone: Option) -> Option:
+def _on_host_cpu(request: ClusterRequest, alone: Option, draft: PlannedModel) -> Option:
     """Returns the option with the draft on cores of the target's host, at no additional price.
 
     The draft is in INT8, which halves the time to read it, or in INT4 if that is its dtype. INT8 is assumed not to
     change the acceptance rate.
     """
-    draft = request.draft if request.draft.dtype in ("int8", "int4") else replace(request.draft, dtype="int8")
+    draft = draft if draft.dtype in ("int8", "int4") else replace(draft, dtype="int8")
     steps = Roofline(draft.with_wide_head(), request.host_cpu, request.efficiency)
     drafting = Drafting(steps, request.acceptance_rate, request.sidecar_round_trip_seconds, RUN_AHEAD_HIDES)
     return _on_own_device(request, alone, f"host-cpu, {draft.dtype.upper()} draft", draft, drafting, request.host_cpu)

@@ -35,7 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_argument(
         "--target-gpus", default="4xA100-80", metavar="GPUS", help="GPUs of one target; default 4xA100-80"
     )
-    models.add_argument("--draft", default="7B", metavar="MODEL[:DTYPE]", help="default 7B")
+    models.add_argument(
+        "--draft", default="7B,1B", metavar="MODEL[:DTYPE],...", help="drafts to compare; default 7B,1B"
+    )
     models.add_argument("--draft-gpus", default="A10G", metavar="GPUS", help="GPUs of one draft; default A10G")
     models.add_argument(
         "--host-cpu",
@@ -94,9 +96,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     rounds.add_argument(
         "--round-trip-ms",
-        default="0.2,0.5,2,10",
+        default="0.5,10",
         metavar="MS,...",
-        help="round trip to a remote pool; default 0.2,0.5,2,10",
+        help="round trips to a remote pool; default 0.5,10",
     )
     rounds.add_argument(
         "--sidecar-round-trip-ms",
@@ -173,7 +175,7 @@ def _request(arguments: argparse.Namespace, efficiency: Efficiency) -> ClusterRe
     return ClusterRequest(
         target=PlannedModel.parse(arguments.target),
         target_gpus=parse_gpus(arguments.target_gpus, prices),
-        draft=PlannedModel.parse(arguments.draft),
+        drafts=tuple(PlannedModel.parse(spec) for spec in arguments.draft.split(",")),
         draft_gpus=parse_gpus(arguments.draft_gpus, prices),
         acceptance_rate=arguments.acceptance,
         round_trips_seconds=_round_trips(arguments.round_trip_ms),

@@ -24,7 +24,7 @@ def request(draft: str = "1B", **changes: object) -> ClusterRequest:
     reference = ClusterRequest(
         target=PlannedModel.parse("70B"),
         target_gpus=parse_gpus("4xA100-80"),
-        draft=PlannedModel.parse(draft),
+        drafts=tuple(map(PlannedModel.parse, draft.split(","))),
         draft_gpus=parse_gpus("A10G"),
         acceptance_rate=0.8,
         round_trips_seconds=(0.0005, 0.010),
@@ -35,6 +35,23 @@ def request(draft: str = "1B", **changes: object) -> ClusterRequest:
 
 def planned(draft: str = "1B", load: ExpectedLoad | None = None, **changes: object) -> dict[str, Plan]:
     return {o.name: plan(o, load or ExpectedLoad(16, 128, 64)) for o in options(request(draft, **changes))}
+
+
+def test_drafts_are_compared_side_by_side() -> None:
+    both, alone = planned("7B,1B"), planned("1B")
+    assert both["1B, sidecar"] == replace(alone["sidecar"], option="1B, sidecar")
+    assert {"7B, sidecar", "1B, sidecar, INT4 draft", "EAGLE head in the target", "n-gram"} <= both.keys()
+    one_pass, levels = alone["pool, 0.5 ms away, one pass"].round, alone["pool, 0.5 ms away"].round
+    assert one_pass.draft_seconds < levels.draft_seconds / levels.num_speculative_tokens * 2
+
+
+def test_a_head_reads_a_layer_a_projection_and_the_output_head() -> None:
+    head = next(option for option in options(request()) if option.name == "EAGLE head in the target")
+    # Llama 70B: 0.85 G of a layer, 8192 x 16,384 of the projection, 128,256 x 8,192 of the output head: 2.0 G in all
+    (budget,) = head.budgets
+    draft = budget.tenants[1].model
+    assert draft.num_parameters == pytest.approx(2.0e9, rel=0.03)
+    assert draft.num_layers == 1
 
 
 def test_one_sequence_alone() -> None:
