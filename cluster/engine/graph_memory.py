@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.engine.gpu_kernels.product_tiles import part_sums_bytes
-from cluster.engine.gpu_kernels.tiles import SPLIT, num_tiles, uses_splits
+from cluster.engine.gpu_kernels.tiles import SPLIT, uses_splits
 from cluster.engine.model_config import ModelConfig
 
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -92,17 +92,16 @@ def _parts_bytes(model: StepModel, num_rows: int, value_bytes: int) -> int:
 
 def _step_bytes(model: StepModel, num_rows: int, max_context: int, value_bytes: int) -> int:
     queries, keys = model.num_heads * model.head_dim, 2 * model.num_kv_heads * model.head_dim
-    # The residual and its norm, computed in float32; heads before and after the rotation; the two halves of the gate
-    # and their product.
-    in_dtype = 3 * model.hidden_size + 3 * (queries + keys) + queries + 4 * model.intermediate_size
+    # The residual, its sum and its norm; heads before and after the rotation, and what they attend to; the two halves
+    # of the gate and their product.
+    in_dtype = 4 * model.hidden_size + (queries + keys) + 2 * queries + 3 * model.intermediate_size
     logits = model.vocab_size * (value_bytes + 4)
-    of_a_row = value_bytes * in_dtype + 4 * 2 * model.hidden_size + logits
-    return num_rows * (of_a_row + _splits_bytes(model, num_rows, max_context))
+    return num_rows * (value_bytes * in_dtype + logits + _splits_bytes(model, num_rows, max_context))
 
 
 def _splits_bytes(model: StepModel, num_rows: int, max_context: int) -> int:
     """Returns the bytes of the partial results of a row's attention splits; 0 if a step of `num_rows` rows has none."""
     group, num_splits = model.num_heads // model.num_kv_heads, -(-max_context // SPLIT)
-    if not uses_splits(num_tiles(num_rows, num_rows, group) * model.num_kv_heads, num_splits):
+    if not uses_splits(num_rows, model.num_kv_heads, group, num_splits):
         return 0
     return 4 * model.num_heads * num_splits * (model.head_dim + 2)

@@ -295,8 +295,9 @@ class PagedAttention:
         batch, paths = self._batch, self._paths
         num_rows, num_heads, head_dim = query.shape
         num_kv_heads, num_segments, span = keys.shape[1], len(batch.context_lens), min(span, _LARGEST_SPAN)
-        num_programs = num_tiles(num_rows, num_segments, num_heads // num_kv_heads)
-        is_split = self._may_split and uses_splits(num_programs * num_kv_heads, self._num_splits)
+        group = num_heads // num_kv_heads
+        num_programs = num_tiles(num_rows, num_segments, group)
+        is_split = self._may_split and uses_splits(num_rows, num_kv_heads, group, self._num_splits)
         compiled = constants(num_heads, num_kv_heads, head_dim, keys.dtype, self._block_size, self._path_len, is_split)
         parts = min(PARTS, self._num_splits) if is_split else 1
         output = torch.zeros(query.shape, dtype=query.dtype, device=query.device)

@@ -27,7 +27,7 @@ def test_what_is_counted() -> None:
     model = StepModel(hidden_size=8, intermediate_size=16, num_heads=2, num_kv_heads=1, head_dim=4, vocab_size=100)
     inputs = 8 * (7 + 2)  # two blocks
     output = 4 * 100
-    activations = 2 * (3 * 8 + 3 * (8 + 8) + 8 + 4 * 16) + 8 * 8
+    activations = 2 * (4 * 8 + (8 + 8) + 2 * 8 + 3 * 16)
     assert graph_bytes(model, [1], 32, 16, 2) == inputs + output + activations + 100 * 6
 
 
@@ -35,7 +35,9 @@ def test_splits_are_counted_where_there_are_any() -> None:
     short, long = (graph_bytes(LARGE, [8], context, 16, 2) for context in (512, 32_768))
     tables = 8 * 8 * (32_768 - 512) // 16
     assert long - short == tables + 8 * 64 * 64 * (128 + 2) * 4
-    # 256 rows fill a GPU without splits.
+    # 32 rows of one segment do not fill a GPU, 256 do.
+    short, long = (graph_bytes(LARGE, [32], context, 16, 2) for context in (512, 32_768))
+    assert long - short == 32 * (8 * (32_768 - 512) // 16 + 64 * 64 * (128 + 2) * 4)
     short, long = (graph_bytes(LARGE, [256], context, 16, 2) for context in (512, 32_768))
     assert long - short == 8 * 256 * (32_768 - 512) // 16
 
