@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from cluster.errors import ConfigurationError
 
 ASSETS = Path(__file__).parent / "assets"
 _USED_FILES = ["*.json", "*.safetensors", "*.jinja"]
+_TOKENIZER_FILES = ["config.json", "tokenizer*.json"]
 _UNUSED_FILES = ["consolidated*", "original/*"]  # duplicates of the weights, in the original authors' format
 
 
@@ -16,6 +18,11 @@ def resolve_model_folder(model: str) -> Path:
 
     Raises ConfigurationError if there is none; the message lists the places that were searched.
     """
+    return _resolve(model, _USED_FILES)
+
+
+def _resolve(model: str, files: Sequence[str]) -> Path:
+    """Returns the folder of `model`; from the hub, with `files` only."""
     bundled = ASSETS / model
     folder = Path(model).expanduser()
     for candidate in (folder, bundled):
@@ -29,15 +36,24 @@ def resolve_model_folder(model: str) -> Path:
             f"there is no model {model!r}: give a Hugging Face folder, a hub name (owner/name) "
             f"or a bundled model ({', '.join(names)})"
         )
-    return _download(model)
+    return _download(model, files)
 
 
-def _download(model: str) -> Path:
+def resolve_tokenizer_folder(model: str) -> Path:
+    """Returns a folder with the tokenizer of `model`, which may lack the weights: downloads none.
+
+    Raises ConfigurationError as `resolve_model_folder` does.
+    """
+    folder = Path(model).expanduser()
+    return folder.resolve() if (folder / "tokenizer.json").is_file() else _resolve(model, _TOKENIZER_FILES)
+
+
+def _download(model: str, files: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, allow_patterns=_USED_FILES, ignore_patterns=_UNUSED_FILES))
+        return Path(snapshot_download(model, allow_patterns=list(files), ignore_patterns=_UNUSED_FILES))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigurationError(f"cannot download {model!r} from the hub: {reason}") from error

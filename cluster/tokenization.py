@@ -37,6 +37,7 @@ class Tokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_tokens = {token.content: token_id for token_id, token in added.items() if token.special}
         self._added = {token_id: token.content for token_id, token in added.items()}
+        self._folder = folder
         decoder = self._tokenizer.decoder
         self._is_byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
 
@@ -45,9 +46,38 @@ class Tokenizer:
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
     @property
+    def token_ids(self) -> list[int]:
+        """The IDs that have a token, in ascending order."""
+        return sorted(self._tokenizer.get_vocab(with_added_tokens=True).values())
+
+    def has_tokens_of(self, other: Tokenizer) -> bool:
+        """Returns True if every ID has the same token in both tokenizers. Merges may differ."""
+        mine, others = (t._tokenizer.get_vocab(with_added_tokens=True) for t in (self, other))
+        same_added = self._added == other._added and self._special_tokens == other._special_tokens
+        return same_added and self._is_byte_level == other._is_byte_level and mine == others
+
+    @property
+    def added_tokens(self) -> Mapping[int, str]:
+        """Spellings of the tokens that were added to the model's vocabulary, special or not, by their IDs."""
+        return self._added
+
+    @property
     def special_tokens(self) -> Mapping[str, int]:
         """IDs of the special tokens by their spellings."""
         return self._special_tokens
+
+    def role_tokens(self) -> dict[str, int]:
+        """Returns the IDs of the tokens that begin and end a text, by their names in `tokenizer_config.json`."""
+        path = self._folder / "tokenizer_config.json"
+        config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        found = {}
+        for role in ("bos_token", "eos_token"):
+            spelling = config.get(role)
+            if isinstance(spelling, dict):
+                spelling = spelling.get("content")
+            if spelling in self._special_tokens:
+                found[role] = self._special_tokens[spelling]
+        return found
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Returns the token IDs of `text`, with the model's affixes of a prompt if `add_special_tokens`.
@@ -110,7 +140,8 @@ class Tokenizer:
     def fingerprint(self) -> str:
         """Returns the hexadecimal SHA-256 of the vocabulary: (ID, token), merges and special IDs.
 
-        A draft and a target may be paired if and only if theirs are equal. The chat template is not part of it.
+        It identifies the token IDs on the wire: a target uses the draft workers that report its own fingerprint. The
+        chat template is not part of it.
         """
         definition = json.loads(self._definition)
         model = definition["model"]

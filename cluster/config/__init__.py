@@ -196,24 +196,36 @@ class Config(Section):
     @property
     def draft_model(self) -> str:
         """The model whose tokenizer the drafter uses: `draft.model` if the drafter has it, otherwise the target."""
-        return self.draft.model if self.draft.drafter in ("model", "parallel", "vllm") else self.target.model
+        return self.draft.model if self.draft_has_tokenizer else self.target.model
 
-    def tokenizer_mismatch(self, of_draft: str, of_target: str) -> str:
-        """Returns the error message for a draft whose tokenizer differs from the target's, with a remedy.
+    @property
+    def draft_has_tokenizer(self) -> bool:
+        """True if the drafter has a model with a tokenizer of its own."""
+        return self.draft.drafter in ("model", "parallel", "vllm")
 
-        `of_draft` and `of_target`: fingerprints of the tokenizers.
-        """
+    @property
+    def drafts_in_vllm(self) -> bool:
+        """True if vLLM runs the draft model."""
+        return self.draft.drafter == "vllm" or (self.drafts_in_process and self.target.engine == "vllm")
+
+    @property
+    def names_target(self) -> bool:
+        """True if `target.model` was set, so that a draft worker that runs alone knows its targets' model."""
+        return "model" in self.target.model_fields_set
+
+    def tokenizer_mismatch(self, num_common: int, num_tokens: int) -> str:
+        """Returns the error message for a draft that has only `num_common` of the target's `num_tokens` tokens."""
         is_default = self.draft_model == DraftConfig.model_fields["model"].default
         draft = f"default draft {self.draft_model!r}" if is_default else f"draft {self.draft_model!r}"
-        remedy = "choose a draft with the target's tokenizer"
+        remedy = "choose a draft with the target's tokenizer, or one with most of its tokens"
         if is_default:
             remedy += (
                 " (--draft.model), draft from the text itself (--draft.drafter ngram), or serve without speculation "
                 "(--speculation.num_speculative_tokens 0)"
             )
         return (
-            f"the {draft} (tokenizer {of_draft}) cannot draft for the target {self.target.model!r} (tokenizer "
-            f"{of_target}): {remedy}"
+            f"the {draft} cannot draft for the target {self.target.model!r}: its tokenizer has {num_common} of the "
+            f"{num_tokens} token IDs by meaning, and at least half are needed: {remedy}"
         )
 
     @property

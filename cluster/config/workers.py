@@ -136,7 +136,8 @@ class WorkerConfig(Section):
 class TargetConfig(WorkerConfig):
     model: str = Field(
         "outrider-target-12m",
-        description="Hugging Face folder, hub name, or the name of a bundled model; the router reads its tokenizer too",
+        description="Hugging Face folder, hub name, or the name of a bundled model; router and draft "
+        "workers read its tokenizer too",
     )
     replicas: PositiveInt = Field(1, description="number of target workers that the launcher starts")
     max_waiting_tokens: PositiveInt = Field(
@@ -179,8 +180,8 @@ class TargetConfig(WorkerConfig):
 class DraftConfig(WorkerConfig):
     model: str = Field(
         "outrider-draft-2m",
-        description="Hugging Face folder, hub name, or the name of a bundled model, with the target's tokenizer; "
-        "read only if drafter is model",
+        description="Hugging Face folder, hub name, or the name of a bundled model, with most of the target's tokens "
+        "(`docs/MODELS.md`); read only if drafter is model, parallel or vllm",
     )
     replicas: Annotated[int, Field(ge=0)] = Field(
         1, description="number of draft workers that the launcher starts; 0: no speculation"

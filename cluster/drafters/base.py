@@ -12,6 +12,7 @@ from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.speculation.tree import Shape
 from cluster.telemetry.metrics import Reading
+from cluster.vocabulary_map import VocabularyMap
 
 
 @dataclass(eq=False, slots=True)
@@ -21,6 +22,10 @@ class DraftSequence:
     Node n of the tree is `token_ids[num_committed + n]`; -1 is the last committed token. A parent has a lower number
     than its children. Extending a node gives it children with consecutive numbers, the likeliest first. The main path
     goes from likeliest child to likeliest child. A chain has no other nodes.
+
+    If the draft lacks a committed token of the target, the sequence has several of the draft's tokens for it. The
+    drafts after them are single tokens of the target, so the positions of all drafts differ from the target's by
+    `num_added`.
     """
 
     token_ids: list[int]
@@ -33,6 +38,7 @@ class DraftSequence:
     cache_root: bytes = b""  # KV is shared only between sequences with the same root
     width: int = 1  # maximum number of children of a node
     num_committed: int = 0
+    num_added: int = 0  # committed tokens here minus committed tokens of the target
     is_exhausted: bool = False  # whether the drafter cannot propose anything after the committed tokens
     to_extend: list[int] = field(default_factory=list)  # nodes to extend in the next step; empty: the main path's end
     parents: list[int] = field(default_factory=list)
@@ -43,6 +49,11 @@ class DraftSequence:
 
     def __post_init__(self) -> None:
         self.num_committed = self.num_committed or len(self.token_ids)
+
+    @property
+    def base(self) -> int:
+        """Number of committed tokens of the target."""
+        return self.num_committed - self.num_added
 
     @property
     def num_drafted(self) -> int:
@@ -173,16 +184,17 @@ class DraftSequence:
                 found[node] = self.children(found[parent])[rank]
         return found
 
-    def commit(self, base: int, token_ids: Sequence[int]) -> list[int] | None:
-        """Commits `token_ids`, which follow the first `base` tokens, and keeps the drafts that still fit.
+    def commit(self, base: int, token_ids: Sequence[int], num_added: int = 0) -> list[int] | None:
+        """Commits `token_ids`, which follow the target's first `base` tokens, and keeps the drafts that still fit.
 
-        Returns the kept nodes in order: first the nodes that were committed, then the nodes of the new tree. Returns
-        None and changes nothing if `token_ids` end before the known committed tokens. `is_behind(base)` must be False.
+        `num_added`: how many more they are than the target's tokens. Returns the kept nodes in order: first the nodes
+        that were committed, then the nodes of the new tree. Returns None and changes nothing if `token_ids` end before
+        the known committed tokens. `is_behind(base)` must be False.
         """
         assert not self.is_behind(base)
-        if base + len(token_ids) < self.num_committed:
+        if base + len(token_ids) - num_added < self.base:
             return None
-        news = token_ids[self.num_committed - base :]
+        news = token_ids[self.base - base :]
         came_true: list[int] = []
         node = -1
         for token in news:
@@ -191,9 +203,11 @@ class DraftSequence:
                 break
             came_true.append(child)
             node = child
-        # If the target chose a token that is not a draft, no drafts fit any more.
-        rest = descendants_of(node, self.parents) if len(came_true) == len(news) else []
+        # If the target chose a token that is not a draft, or drafts were drawn for other positions, none fits any more.
+        still_fit = len(came_true) == len(news) and num_added == 0
+        rest = descendants_of(node, self.parents) if still_fit else []
         self._replant(news, node, rest)
+        self.num_added += num_added
         self.is_exhausted = False
         return came_true + rest
 
@@ -214,14 +228,15 @@ class DraftSequence:
 
     def is_behind(self, base: int) -> bool:
         """Returns True if this worker has fewer than `base` committed tokens."""
-        return base > self.num_committed
+        return base > self.base
 
 
 class Drafter(ABC):
     """Proposes tokens. Not thread-safe. Extends the sequences that it gets in place."""
 
     max_model_len: int
-    vocab_size: int  # sequences with other token IDs cannot be drafted
+    vocab_size: int  # sequences with other token IDs cannot be drafted without a `vocabulary`
+    vocabulary: VocabularyMap | None = None  # None: the target's token IDs are the drafter's
     dtype: str
     num_blocks: int  # blocks of the KV cache
     block_size: int  # tokens per block

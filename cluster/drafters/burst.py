@@ -14,6 +14,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from cluster.drafters.proposable import Proposable
 from cluster.engine.batch import Batch
 from cluster.engine.graph_memory import graph_sizes
 from cluster.engine.limits import StepLimits
@@ -22,6 +23,7 @@ from cluster.engine.step_graphs import Recorder, first_rows
 from cluster.engine.triton_model import TritonModel
 from cluster.speculation.sampling import SampleRequest
 from cluster.speculation.triton_sampler import POSITION, RowTable, draw, empty_table, table_of
+from cluster.vocabulary_map import VocabularyMap
 
 MAX_STEPS = 65  # tokens that a burst returns: speculation.max_speculative_tokens is at most 64
 
@@ -29,8 +31,11 @@ MAX_STEPS = 65  # tokens that a burst returns: speculation.max_speculative_token
 class Burst:
     """Recorded steps of one model, with a row for each sequence. Supports only chains without penalties."""
 
-    def __init__(self, model: TritonModel, limits: StepLimits, record: Recorder) -> None:
+    def __init__(
+        self, model: TritonModel, limits: StepLimits, record: Recorder, vocabulary: VocabularyMap | None = None
+    ) -> None:
         self._sizes = graph_sizes(limits.max_num_seqs)
+        self._proposable = Proposable(vocabulary, model.device)
         self._vocab_size, self._device = model.config.vocab_size, model.device
         self._block_size, self._spare_slot = model.block_size, model.spare_slot
         largest = self._sizes[-1]
@@ -58,12 +63,12 @@ class Burst:
         self._steps = {size: record(self._step(model, size)) for size in reversed(self._sizes)}
 
     @classmethod
-    def of(cls, runner: ModelRunner, limits: StepLimits) -> Burst | None:
+    def of(cls, runner: ModelRunner, limits: StepLimits, vocabulary: VocabularyMap | None = None) -> Burst | None:
         """Returns a burst if the model of `runner` records its steps; otherwise None."""
         model = runner.model
         if not isinstance(model, TritonModel) or model.recorder is None:
             return None
-        return cls(model, limits, model.recorder)
+        return cls(model, limits, model.recorder, vocabulary)
 
     @property
     def max_rows(self) -> int:
@@ -111,8 +116,8 @@ class Burst:
         width = max(map(len, block_tables))
         state = np.zeros((num_rows, 2 + width), dtype=np.int64)
         for row, request, blocks, count in zip(state, requests, block_tables, num_tokens, strict=True):
-            row[0] = request.first_position
-            row[1] = request.first_position + count - 1
+            row[0] = request.first_index
+            row[1] = request.first_index + count - 1
             row[2 : 2 + len(blocks)] = blocks
         on_device = torch.from_numpy(state).to(self._device, non_blocking=True)
         inputs.token_ids[:num_rows].copy_(ids)
@@ -133,7 +138,7 @@ class Burst:
 
         @torch.inference_mode()
         def step() -> None:
-            ids, _ = draw(model.compute(view), table, 1)
+            ids, _ = draw(self._proposable(model.compute(view)), table, 1)
             view.token_ids.copy_(ids[:, 0])
             self._tokens[:size].index_copy_(1, self._place % MAX_STEPS, ids)
             for numbers in moved_on:

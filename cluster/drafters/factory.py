@@ -22,39 +22,46 @@ from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder
 from cluster.vllm.compatibility import DRAFTER, check
 from cluster.vllm.engine_args import set_environment
+from cluster.vocabulary_map import VocabularyMap
 
 
-def make_drafter(config: Config, progress: Progress | None = None) -> Drafter:
-    """Returns the drafter that `config` names, with its model loaded. Raises ConfigurationError."""
-    return _DRAFTERS[config.draft.drafter](config, progress)
+def make_drafter(config: Config, progress: Progress | None = None, vocabulary: VocabularyMap | None = None) -> Drafter:
+    """Returns the drafter that `config` names, with its model loaded. Raises ConfigurationError.
+
+    `vocabulary`: the result of `draft_vocabulary`; None: the draft has the target's tokens.
+    """
+    return _DRAFTERS[config.draft.drafter](config, progress, vocabulary)
 
 
-def load_draft_model(config: Config, progress: Progress | None = None) -> ModelRunner:
+def load_draft_model(
+    config: Config, progress: Progress | None = None, vocabulary: VocabularyMap | None = None
+) -> ModelRunner:
     """Returns a runner with the draft model and an empty cache. Raises ConfigurationError.
 
     The drafter must be one for which `is_model` returns True.
     """
-    loaded = load_draft_weights(config, progress)
+    loaded = load_draft_weights(config, progress, vocabulary=vocabulary)
     return ModelRunner.with_cache(loaded, config.draft, kv_cache_budget(config.draft, loaded.weights.device))
 
 
 def is_model(drafter: DrafterName) -> bool:
     """Returns True if `drafter` runs a model on the PyTorch engine."""
-    return drafter in _MODELS
+    return drafter in ("model", "parallel") or drafter in _OF_TARGET
 
 
 def load_draft_weights(
-    config: Config, progress: Progress | None = None, target: LoadedModel | None = None
+    config: Config,
+    progress: Progress | None = None,
+    target: LoadedModel | None = None,
+    vocabulary: VocabularyMap | None = None,
 ) -> LoadedModel:
     """Returns the draft model. May share tensors with `target`, a model in the same process.
 
     Raises ConfigurationError. The drafter must be one for which `is_model` returns True.
     """
-    return _MODELS[config.draft.drafter](config, progress, target)
-
-
-def _model(config: Config, progress: Progress | None, target: LoadedModel | None) -> LoadedModel:
-    return _load(config.draft, progress)
+    if config.draft_has_tokenizer:
+        return _load(config.draft, progress, vocabulary=vocabulary)
+    return _OF_TARGET[config.draft.drafter](config, progress, target)
 
 
 def _layer_skip(config: Config, progress: Progress | None, target: LoadedModel | None) -> LoadedModel:
@@ -98,8 +105,8 @@ def _check_shared(config: Config, target: LoadedModel) -> None:
             )
 
 
-def model_drafter(config: Config, runner: ModelRunner) -> Drafter:
-    """Returns the drafter with the model and cache of `runner`."""
+def model_drafter(config: Config, runner: ModelRunner, vocabulary: VocabularyMap | None = None) -> Drafter:
+    """Returns the drafter with the model and cache of `runner`, which was loaded with `vocabulary`."""
     max_model_len = runner.model.config.resolve_max_model_len(config.draft.max_model_len)
     limits = StepLimits.of(config.draft, max_model_len)
     if config.draft.drafter == "parallel":
@@ -110,59 +117,60 @@ def model_drafter(config: Config, runner: ModelRunner) -> Drafter:
                 "was not trained to draft several tokens at once: set draft.drafter model, or make one with `outrider "
                 "distill --parallel`"
             )
-        if not 0 <= mask_token_id < runner.model.config.vocab_size:
+        num_inputs = runner.model.config.vocab_size if vocabulary is None else vocabulary.num_inputs
+        if not 0 <= mask_token_id < num_inputs:
             raise ConfigurationError(
-                f"the config.json of {config.draft.model!r} has pard_token {mask_token_id}, which is not in its "
-                f"vocabulary of {runner.model.config.vocab_size} tokens: correct it"
+                f"the config.json of {config.draft.model!r} has a pard_token that is not in its vocabulary of "
+                f"{num_inputs} tokens: correct it"
             )
-        return ParallelDrafter(runner, limits, mask_token_id)
+        return ParallelDrafter(runner, limits, mask_token_id, vocabulary)
     if runner.model.device.type != "cuda" or not runner.model.records_steps:
-        return ModelDrafter(runner, limits)
+        return ModelDrafter(runner, limits, vocabulary=vocabulary)
     from cluster.drafters.burst import Burst  # PyTorch's builds for CPUs come without Triton
 
-    return ModelDrafter(runner, limits, Burst.of(runner, limits))
+    return ModelDrafter(runner, limits, Burst.of(runner, limits, vocabulary), vocabulary)
 
 
-def _model_drafter(config: Config, progress: Progress | None) -> Drafter:
-    return model_drafter(config, load_draft_model(config, progress))
+def _model_drafter(config: Config, progress: Progress | None, vocabulary: VocabularyMap | None) -> Drafter:
+    return model_drafter(config, load_draft_model(config, progress, vocabulary), vocabulary)
 
 
-def _ngram(config: Config, progress: Progress | None) -> Drafter:
+def _ngram(config: Config, progress: Progress | None, vocabulary: VocabularyMap | None) -> Drafter:
     draft = config.draft
     model = ModelConfig.from_folder(resolve_model_folder(config.draft_model))
     max_model_len = model.resolve_max_model_len(draft.max_model_len)
     return NgramDrafter(model.vocab_size, StepLimits.of(draft, max_model_len), draft.ngram_min, draft.ngram_max)
 
 
-def _vllm(config: Config, progress: Progress | None) -> Drafter:
+def _vllm(config: Config, progress: Progress | None, vocabulary: VocabularyMap | None) -> Drafter:
     set_environment(config.draft)  # vLLM reads some of it when it is imported
     check(DRAFTER)
     from cluster.drafters.vllm import VllmDrafter  # only this drafter needs vLLM
     from cluster.vllm.draft_engine import DraftEngine
 
-    return VllmDrafter(DraftEngine(config.draft), config.draft.max_num_seqs)
+    return VllmDrafter(DraftEngine(config.draft), config.draft.max_num_seqs, vocabulary)
 
 
-def _engine(config: Config, progress: Progress | None) -> Drafter:
+def _engine(config: Config, progress: Progress | None, vocabulary: VocabularyMap | None) -> Drafter:
     raise ConfigurationError("draft.drafter engine drafts inside the target: it has no draft workers")
 
 
-def _simulated(config: Config, progress: Progress | None) -> Drafter:
+def _simulated(config: Config, progress: Progress | None, vocabulary: VocabularyMap | None) -> Drafter:
     draft, model = config.draft, ModelConfig.from_folder(resolve_model_folder(config.draft_model))
     max_model_len = draft.max_model_len or config.target.max_model_len or model.max_position_embeddings
     vocab_size = config.simulation.vocab_size or model.vocab_size
     return SimulatedDrafter(config.simulation, vocab_size, StepLimits.of(draft, max_model_len))
 
 
-_MODELS: dict[DrafterName, Callable[[Config, Progress | None, LoadedModel | None], LoadedModel]] = {
-    "model": _model,
-    "parallel": _model,
+_OF_TARGET: dict[DrafterName, Callable[[Config, Progress | None, LoadedModel | None], LoadedModel]] = {
     "self-int4": _self_int4,
     "layer-skip": _layer_skip,
 }
 
-_DRAFTERS: dict[DrafterName, Callable[[Config, Progress | None], Drafter]] = {
-    **dict.fromkeys(_MODELS, _model_drafter),
+_DRAFTERS: dict[DrafterName, Callable[[Config, Progress | None, VocabularyMap | None], Drafter]] = {
+    "model": _model_drafter,
+    "parallel": _model_drafter,
+    **dict.fromkeys(_OF_TARGET, _model_drafter),
     "ngram": _ngram,
     "vllm": _vllm,
     "engine": _engine,
@@ -174,8 +182,20 @@ def _of_target(config: Config) -> DraftConfig:
     return config.draft.model_copy(update={"model": config.draft_model})
 
 
-def _load(draft: DraftConfig, progress: Progress | None, layers: LayerChoice | None = None) -> LoadedModel:
+def _load(
+    draft: DraftConfig,
+    progress: Progress | None,
+    layers: LayerChoice | None = None,
+    vocabulary: VocabularyMap | None = None,
+) -> LoadedModel:
     # Every draft step reads all weights, so small weights are faster. Without the kernels, PyTorch is faster in
     # float32.
     dtype_on_cpu = torch.bfloat16 if has_kernels() else torch.float32
-    return load_weights(draft, dtype_on_cpu=dtype_on_cpu, progress=progress, layers=layers)
+    return load_weights(
+        draft,
+        dtype_on_cpu=dtype_on_cpu,
+        progress=progress,
+        layers=layers,
+        rows=None if vocabulary is None else vocabulary.rows,
+        num_outputs=None if vocabulary is None else vocabulary.num_ids,
+    )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from cluster.drafters.base import Drafter, DraftSequence
+from cluster.drafters.proposable import Proposable
 from cluster.engine.batch import Segment
 from cluster.engine.limits import StepLimits
 from cluster.engine.prompt_pace import PromptPace, PromptPart
@@ -17,6 +18,7 @@ from cluster.engine.runner import ModelRunner
 from cluster.speculation.sampling import Sampler, SampleRequest
 from cluster.speculation.token_counts import TokenCounts
 from cluster.telemetry.metrics import Reading
+from cluster.vocabulary_map import VocabularyMap
 
 if TYPE_CHECKING:
     from cluster.drafters.burst import Burst  # PyTorch's builds for CPUs come without Triton, which it needs
@@ -51,15 +53,26 @@ class ModelDrafter(Drafter):
     returns the sequences that cannot grow.
     """
 
-    def __init__(self, runner: ModelRunner, limits: StepLimits, burst: Burst | None = None) -> None:
-        """`burst`: draws all tokens of owed chains on the device; None: one token per step."""
+    def __init__(
+        self,
+        runner: ModelRunner,
+        limits: StepLimits,
+        burst: Burst | None = None,
+        vocabulary: VocabularyMap | None = None,
+    ) -> None:
+        """`burst`: draws all tokens of owed chains on the device; None: one token per step.
+
+        `vocabulary`: if not None, the model was loaded with its `rows`.
+        """
         self.max_model_len = limits.max_model_len
-        self.vocab_size = runner.model.config.vocab_size
+        self.vocab_size = runner.model.config.vocab_size if vocabulary is None else vocabulary.num_ids
+        self.vocabulary = vocabulary
         self.dtype = str(runner.model.dtype).removeprefix("torch.")
         self.num_blocks = runner.blocks.num_blocks
         self.block_size = runner.blocks.block_size
         self._runner = runner
         self._sampler = Sampler(runner.model.device)
+        self._proposable = Proposable(vocabulary, runner.model.device)
         self._limits = limits
         self._burst = burst
         self._pace = PromptPace(limits.max_prefill_seconds, limits.max_num_batched_tokens)
@@ -113,7 +126,7 @@ class ModelDrafter(Drafter):
             PromptPart(num_tokens, part.num_before) for num_tokens, part in zip(shares, left, strict=True) if num_tokens
         ]
         if step.segments:
-            logits = self._runner.run(step.segments)
+            logits = self._proposable(self._runner.run(step.segments))
             burst = None if prompts else self._burst
             if burst is None or not self._may_burst(burst, step.extended):
                 self._extend(step.extended, logits)
@@ -127,6 +140,11 @@ class ModelDrafter(Drafter):
 
     def rewind(self, sequence: DraftSequence, kept: Sequence[int]) -> None:
         cache = self._caches[sequence]
+        self._keep(sequence, cache, kept)
+        if not sequence.parents:  # the next step needs a row, also if committed tokens replaced computed drafts
+            cache.num_computed_tokens = min(cache.num_computed_tokens, sequence.num_committed - 1)
+
+    def _keep(self, sequence: DraftSequence, cache: _Cache, kept: Sequence[int]) -> None:
         if not kept:
             cache.computed_nodes.clear()
             return
@@ -206,7 +224,10 @@ class ModelDrafter(Drafter):
             count = self._num_owed(sequence)
             has_room = self._runner.blocks.grow(self._caches[sequence].block_table, len(sequence.token_ids) + count - 1)
             owed.append(count if has_room else 1)
-        requests = [SampleRequest(s.params, s.noise_key, s.token_ids, s.num_prompt_tokens) for s in sequences]
+        requests = [
+            SampleRequest(s.params, s.noise_key, s.token_ids, s.num_prompt_tokens, position_shift=-s.num_added)
+            for s in sequences
+        ]
         tables = [self._caches[sequence].block_table for sequence in sequences]
         for sequence, drawn in zip(sequences, burst.run(logits, requests, tables, owed), strict=True):
             for index, token in enumerate(drawn):
@@ -219,7 +240,14 @@ class ModelDrafter(Drafter):
         if not extended:
             return
         requests = [
-            SampleRequest(s.params, s.noise_key, s.tokens_to(node), s.num_prompt_tokens, counts=self._count(s))
+            SampleRequest(
+                s.params,
+                s.noise_key,
+                s.tokens_to(node),
+                s.num_prompt_tokens,
+                counts=self._count(s),
+                position_shift=-s.num_added,
+            )
             for s, node, _ in extended
         ]
         width = max(sequence.width for sequence, *_ in extended)

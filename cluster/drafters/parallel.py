@@ -19,6 +19,7 @@ from cluster.engine.limits import StepLimits
 from cluster.engine.runner import ModelRunner
 from cluster.speculation.drafts import path_to
 from cluster.speculation.sampling import SampleRequest
+from cluster.vocabulary_map import VocabularyMap
 
 _MAX_ROUND_TOKENS = 65  # maximum tokens of a round: speculation.max_speculative_tokens is at most 64
 
@@ -32,8 +33,10 @@ class ParallelDrafter(ModelDrafter):
 
     is_one_pass = True
 
-    def __init__(self, runner: ModelRunner, limits: StepLimits, mask_token_id: int) -> None:
-        super().__init__(runner, limits)
+    def __init__(
+        self, runner: ModelRunner, limits: StepLimits, mask_token_id: int, vocabulary: VocabularyMap | None = None
+    ) -> None:
+        super().__init__(runner, limits, vocabulary=vocabulary)
         self._mask_token_id = mask_token_id
 
     def _has_blocks(self, sequence: DraftSequence, num_drafts: int) -> bool:
@@ -87,6 +90,7 @@ class ParallelDrafter(ModelDrafter):
                 num_drafts,
                 [self._mask_token_id] * (num_drafts - 1),
                 counts=self._count(s),
+                position_shift=-s.num_added,
             )
             for s, node, num_drafts in extended
         ]

@@ -10,6 +10,7 @@ from cluster.speculation.params import SamplingParams
 from cluster.telemetry.metrics import Reading
 from cluster.vllm.coupling import Coupling
 from cluster.vllm.draft_engine import DraftEngine
+from cluster.vocabulary_map import VocabularyMap
 
 
 @dataclass(slots=True)
@@ -31,9 +32,12 @@ class VllmDrafter(Drafter):
     preempt a request. `draft` returns the sequences that cannot grow.
     """
 
-    def __init__(self, engine: DraftEngine, max_num_seqs: int) -> None:
+    def __init__(self, engine: DraftEngine, max_num_seqs: int, vocabulary: VocabularyMap | None = None) -> None:
+        """`vocabulary`: if not None, every token of the target has the same ID in the engine's model."""
+        assert vocabulary is None or vocabulary.keeps_ids
         self.max_model_len = engine.max_model_len
         self.vocab_size = engine.vocab_size
+        self.vocabulary = vocabulary
         self.dtype = engine.dtype
         self.num_blocks = engine.load().num_blocks
         self.block_size = engine.block_size
@@ -94,6 +98,10 @@ class VllmDrafter(Drafter):
         for request_id, token_id in self._engine.step(taking_part.keys()).items():
             # May include a sequence that this step did not request, if its prompt was still being computed.
             sequence = by_id[request_id]
+            if self.vocabulary is not None and not self.vocabulary.has(token_id):
+                sequence.is_exhausted = True  # the target lacks the token
+                self._remove_request(sequence)
+                continue
             sequence.append(token_id)
             request = self._requests[sequence]
             request.num_tokens += 1

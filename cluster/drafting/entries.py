@@ -124,15 +124,14 @@ class Entry:
         if self._comes_in_parts:
             return self.news()
         drafts = self.sequence.proposal()
-        return Proposal(self.wire_id, self.sequence.num_committed, drafts.token_ids, drafts.parents)
+        return Proposal(self.wire_id, self.sequence.base, drafts.token_ids, drafts.parents)
 
     def news(self) -> Proposal:
         """Returns the nodes that were not sent to the coordinator yet."""
         start = self.sent.number
         token_ids, parents = self.sent.rest(self.sequence)
         drafts = None if is_chain(parents, start) else parents
-        num_committed, is_whole = self.sequence.num_committed, not self.owes_proposal
-        return Proposal(self.wire_id, num_committed, token_ids, drafts, start, is_whole)
+        return Proposal(self.wire_id, self.sequence.base, token_ids, drafts, start, not self.owes_proposal)
 
 
 class Sent:

@@ -35,7 +35,7 @@ class TemperatureTuning:
         sequence, params = entry.sequence, entry.target_params
         if params.is_greedy:
             return
-        news = advance.token_ids[sequence.num_committed - advance.base :]
+        news = advance.token_ids[sequence.base - advance.base :]
         drafts = sequence.draft_token_ids[: sequence.proposal_depth]
         pairs = list(zip(drafts, news, strict=False))
         num_accepted = next((i for i, (draft, token) in enumerate(pairs) if draft != token), len(pairs))

@@ -13,9 +13,10 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from operator import itemgetter
 
 from cluster.config.speculation import window_of
-from cluster.drafters.base import Drafter, DraftSequence
+from cluster.drafters.base import Drafter
 from cluster.drafting.entries import CoordinatorLink, Deliver, Entry, Sent
 from cluster.drafting.run_ahead import MAX_NODES_AHEAD, MAX_SEQUENCES_AHEAD, RunAhead, num_nodes_ahead, runs_ahead
+from cluster.drafting.spelling import Spelling
 from cluster.drafting.temperature_tuning import TemperatureTuning
 from cluster.speculation.costs import LearnedCurve
 from cluster.telemetry.metrics import Reading, StepTime
@@ -51,6 +52,7 @@ class DraftWorker:
         """`prepare_thread`: called in the new thread before the loop."""
         self.run_ahead = RunAhead(run_ahead_branches)
         self._drafter = drafter
+        self._spelling = Spelling(drafter)
         self._clock = clock
         self._prepare_thread = prepare_thread
         self._curve = LearnedCurve(_MAX_STEP_ROWS)  # times of the drafter's steps, by rows
@@ -108,6 +110,7 @@ class DraftWorker:
         if self._tuning is not None:
             yield from self._tuning.readings()
         yield from self.token_readings()
+        yield from self._spelling.readings()
         yield from self.step_time.readings("outrider_draft_step", "Steps of the drafter")
 
     def token_readings(self) -> Iterator[Reading]:
@@ -350,24 +353,15 @@ class DraftWorker:
     def _open(self, link: int, opening: Open) -> bool:
         """Opens a sequence; replaces a sequence with the same ID. Returns False if the sequence cannot be opened.
 
-        This is the case if there is no room, if `opening` has no tokens, or if the draft model lacks one of them.
+        This is the case if there is no room, or if the drafter has no tokens for those of `opening`.
         """
         known = self._entries.get((link, opening.wire_id))
         if known is not None:
             self._release(known)
-        biased = (token for token, _ in opening.params.logit_bias)
-        if not opening.token_ids or not self._knows([*opening.token_ids, *biased]):
+        sequence = self._spelling.open(opening)
+        if sequence is None:
             return False
-        sequence = DraftSequence(
-            token_ids=list(opening.token_ids),
-            num_prompt_tokens=opening.num_prompt_tokens,
-            params=opening.params,
-            noise_key=opening.noise_key,
-            num_speculative_tokens=opening.num_speculative_tokens,
-            window=opening.window,
-            cache_root=opening.cache_root,
-        )
-        entry = Entry(opening.wire_id, link, sequence, opening.window, opening.params, opening.takes_parts)
+        entry = Entry(opening.wire_id, link, sequence, opening.window, sequence.params, opening.takes_parts)
         self._want(entry, opening)
         if not self._drafter.admit(sequence):
             return False
@@ -385,16 +379,17 @@ class DraftWorker:
             return False
         sequence = entry.sequence
         is_too_long = advance.base + len(advance.token_ids) > _MAX_CONTEXTS * self._drafter.max_model_len
-        if is_too_long or sequence.is_behind(advance.base) or not self._knows(advance.token_ids):
+        if is_too_long or sequence.is_behind(advance.base) or not self._spelling.knows(advance.token_ids):
             self._release(entry)
             return False
+        advance, num_added = self._spelling.advance(sequence, advance)
         outcome = None
         if not entry.owes_proposal:
             outcome = self._outcome(entry, advance)
             if self._tuning is not None:
                 self._tuning.learn(entry, advance)
         num_drafts, num_committed = len(sequence.parents), sequence.num_committed
-        kept = sequence.commit(advance.base, advance.token_ids)
+        kept = sequence.commit(advance.base, advance.token_ids, num_added)
         if kept is not None:
             entry.is_behind |= sequence.num_committed - num_committed > sequence.num_speculative_tokens + 1
             entry.frontier, entry.sent = None, Sent()
@@ -413,7 +408,7 @@ class DraftWorker:
         Must be called before `advance` is applied.
         """
         sequence = entry.sequence
-        news = advance.token_ids[sequence.num_committed - advance.base :]
+        news = advance.token_ids[sequence.base - advance.base :]
         if not news or not runs_ahead(sequence):
             return None
         return self.run_ahead.observe(sequence, news)
@@ -425,10 +420,6 @@ class DraftWorker:
         sequence.num_speculative_tokens = wanted.num_speculative_tokens
         sequence.shape = wanted.shape
         sequence.width = self.run_ahead.width(sequence, may_branch=self._may_branch)
-
-    def _knows(self, token_ids: Sequence[int]) -> bool:
-        """Returns True if the draft model has all these tokens; a target with the same tokenizer may have more."""
-        return max(token_ids, default=0) < self._drafter.vocab_size
 
     def _release(self, entry: Entry) -> None:
         del self._entries[entry.link, entry.wire_id]

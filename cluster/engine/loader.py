@@ -74,17 +74,30 @@ def load_model(
     form: type[Model] | None = None,
     numerics: Numerics = "fast",
     ends: ModelWeights | None = None,
+    rows: Sequence[int] | None = None,
+    num_outputs: int | None = None,
 ) -> LoadedModel:
     """Reads `folder` (config.json, one or several .safetensors). Raises ConfigurationError if it is incomplete.
 
     `layers`: layers to read; None: all. `form`: by default the result of `form_on` for `numerics`. `ends`: weights of
-    the same model on the same device; the result shares their embedding, last norm and head.
+    the same model on the same device; the result shares their embedding, last norm and head. `rows`: the rows of
+    embedding and head in their new order, so that token i of the result is token `rows[i]` of the folder; None: as
+    they are. `num_outputs`: tokens that need logits; None: all. A GPU computes all: there a product is slower if their
+    number is odd.
     """
     config = ModelConfig.from_folder(folder)
     chosen = range(config.num_layers) if layers is None else choose_layers(layers, config.num_layers)
     form = form or form_on(config, dtype, device, numerics)
-    reader = _WeightReader(config, TensorReader(folder, dtype, device), form.weight_format, quantization)
+    if device.type != "cpu":
+        num_outputs = None
+    reader = _WeightReader(
+        config, TensorReader(folder, dtype, device), form.weight_format, quantization, rows, num_outputs
+    )
     weights = reader.read(chosen, progress or (lambda done, total: None), ends)
+    if rows is not None:
+        config = config.with_rows(rows)
+    if num_outputs is not None:
+        config = replace(config, vocab_size=num_outputs)
     return LoadedModel(config.with_layers(chosen), weights, form)
 
 
@@ -120,12 +133,20 @@ class _WeightReader:
     """Reads weights by their names in the supported families, and prepares each weight as soon as it is read."""
 
     def __init__(
-        self, config: ModelConfig, tensors: TensorReader, weight_format: WeightFormat, quantization: Quantization | None
+        self,
+        config: ModelConfig,
+        tensors: TensorReader,
+        weight_format: WeightFormat,
+        quantization: Quantization | None,
+        rows: Sequence[int] | None,
+        num_outputs: int | None,
     ) -> None:
         self._config = config
         self._tensors = tensors
         self._format = weight_format
         self._quantization = quantization
+        self._rows = rows
+        self._num_outputs = num_outputs
 
     def read(self, layers: Sequence[int], progress: Progress, ends: ModelWeights | None = None) -> ModelWeights:
         """Returns the model's weights, with the layers that have the indices `layers`.
@@ -145,15 +166,17 @@ class _WeightReader:
         return ModelWeights(embedding, tuple(read_layers), norm, head)
 
     def _embedding(self) -> torch.Tensor:
-        config = self._config
-        return self._tensors.read([("model.embed_tokens.weight", config.vocab_size)], config.hidden_size)
+        return self._by_token("model.embed_tokens.weight")
+
+    def _by_token(self, name: str) -> torch.Tensor:
+        """Returns a weight that has a row for each token."""
+        weight = self._tensors.read([(name, self._config.vocab_size)], self._config.hidden_size)
+        return weight if self._rows is None else weight[torch.tensor(self._rows, device=weight.device)]
 
     def _head(self, embedding: torch.Tensor) -> Linear:
         """Returns the head, which is never quantized."""
-        config = self._config
-        if config.tie_word_embeddings:
-            return self._format.make_linear(embedding)
-        return self._format.make_linear(self._tensors.read([("lm_head.weight", config.vocab_size)], config.hidden_size))
+        weight = embedding if self._config.tie_word_embeddings else self._by_token("lm_head.weight")
+        return self._format.make_linear(weight[: self._num_outputs])
 
     def _layer(self, index: int) -> LayerWeights:
         config, hidden, intermediate = self._config, self._config.hidden_size, self._config.intermediate_size

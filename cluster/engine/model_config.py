@@ -60,6 +60,13 @@ class ModelConfig:
         windows = tuple(self.sliding_windows[layer] for layer in layers) if self.sliding_windows else ()
         return replace(self, num_layers=len(layers), sliding_windows=windows)
 
+    def with_rows(self, rows: Sequence[int]) -> ModelConfig:
+        """Returns the same model with the embedding and head that consist of `rows` of its own."""
+        mask = self.mask_token_id
+        if mask is not None:
+            mask = rows.index(mask) if mask in rows else len(rows)  # an ID that does not exist is reported later
+        return replace(self, vocab_size=len(rows), mask_token_id=mask)
+
     @classmethod
     def from_folder(cls, folder: Path) -> ModelConfig:
         """Reads the shape from `folder`. Raises ConfigurationError if the engine does not support the model."""

@@ -109,8 +109,10 @@ def load_weights(
     layers: LayerChoice | None = None,
     numerics: Numerics = "fast",
     ends: ModelWeights | None = None,
+    rows: Sequence[int] | None = None,
+    num_outputs: int | None = None,
 ) -> LoadedModel:
-    """Loads the model that `config` names; `layers`, `numerics` and `ends` as in `load_model`.
+    """Loads the model that `config` names; `layers` and the following as in `load_model`.
 
     Raises ConfigurationError.
     """
@@ -127,6 +129,8 @@ def load_weights(
         quantization=quantization,
         numerics=numerics,
         ends=ends,
+        rows=rows,
+        num_outputs=num_outputs,
     )
 
 

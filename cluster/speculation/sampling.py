@@ -37,7 +37,7 @@ class SampleRequest:
 
     `token_ids` followed by `draft_token_ids` are the sequence's tokens, up to and including the input of the last row.
     If they are m tokens and there are n rows, row j draws the token at position `m - n + 1 + j`. Its penalties count
-    all tokens before that position, including drafts under verification.
+    all tokens before that position, including drafts under verification. `position_shift` is added to all positions.
     """
 
     params: SamplingParams
@@ -48,6 +48,7 @@ class SampleRequest:
     draft_token_ids: Sequence[int] = ()  # separate, because appending them to `token_ids` would copy the context
     allowed: torch.Tensor | None = None  # int32 [num_rows, ceil(vocab_size / 32)], one bit per allowed token; None: all
     counts: TokenCounts | None = None  # counts of the leading tokens of `token_ids`; None: nothing is counted yet
+    position_shift: int = 0  # position of a token minus its index; not 0 if a draft spells a target's token differently
 
     @property
     def is_shaped(self) -> bool:
@@ -55,8 +56,13 @@ class SampleRequest:
         return self.params.is_shaped or self.allowed is not None
 
     @property
-    def first_position(self) -> int:
+    def first_index(self) -> int:
+        """Index in the tokens of the token that the first row draws."""
         return len(self.token_ids) + len(self.draft_token_ids) - self.num_rows + 1
+
+    @property
+    def first_position(self) -> int:
+        return self.first_index + self.position_shift
 
 
 BestTokens = Callable[[torch.Tensor, Sequence[SampleRequest], int], tuple[torch.Tensor, torch.Tensor]]
@@ -156,26 +162,28 @@ def _best_by_kernel(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Implements `Sampler.best_tokens` with the CPU kernel.
 
-    Reads rows in place, except for rows of requests with `is_shaped`.
+    Reads rows in place, except for rows of requests with `is_shaped`. The rows of `logits` may be parts of longer rows.
     """
     if width > MAX_WIDTH:
         return _best_by_definition(logits, requests, width)
-    logits = logits.to(torch.float32).contiguous()
+    logits = logits.to(torch.float32)
     num_rows, vocab_size = logits.shape
-    row_bytes = vocab_size * logits.itemsize
+    row_bytes, shaped_row_bytes = logits.stride(0) * logits.itemsize, vocab_size * logits.itemsize
     shaped = _shaped_rows(logits, requests)
     address, shaped_address = logits.data_ptr(), 0 if shaped is None else shaped.data_ptr()
     runs: list[bytes] = []
     for request in requests:
-        params, key, num_bytes = request.params, request.noise_key, request.num_rows * row_bytes
+        params, key, count, first = request.params, request.noise_key, request.num_rows, request.first_position
         temperature = 0.0 if params.is_greedy else params.temperature
         if request.is_shaped:
-            run_address, temperature = shaped_address, 1.0 if temperature else 0.0
-            shaped_address += num_bytes
+            runs.append(pack_run(shaped_address, count, key.low, key.high, first, 1.0 if temperature else 0.0))
+            shaped_address += count * shaped_row_bytes
+        elif row_bytes == shaped_row_bytes:
+            runs.append(pack_run(address, count, key.low, key.high, first, temperature))
         else:
-            run_address = address
-        address += num_bytes
-        runs.append(pack_run(run_address, request.num_rows, key.low, key.high, request.first_position, temperature))
+            for row in range(count):
+                runs.append(pack_run(address + row * row_bytes, 1, key.low, key.high, first + row, temperature))
+        address += count * row_bytes
     assert address == logits.data_ptr() + num_rows * row_bytes, "rows and requests disagree"
     return draw(b"".join(runs), num_rows, vocab_size, width)
 
@@ -272,7 +280,7 @@ def counts_before(
 
     The number is how many uncounted tokens precede the token that the request's first row draws.
     """
-    first, counts = request.first_position, request.counts
+    first, counts = request.first_index, request.counts
     if counts is None:
         counts = TokenCounts(vocab_size, device)
         counts.count(request.token_ids, min(first, len(request.token_ids)), request.num_prompt_tokens)

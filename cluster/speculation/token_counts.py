@@ -10,7 +10,7 @@ import torch
 
 
 class TokenCounts:
-    """Counts of the first `num_counted` tokens of a sequence."""
+    """Counts of the first `num_counted` tokens of a sequence. Tokens outside the vocabulary are not counted."""
 
     __slots__ = ("generated", "in_prompt", "num_counted")
 
@@ -29,4 +29,5 @@ class TokenCounts:
         self.num_counted = max(start, end)
 
     def _tensor(self, token_ids: Sequence[int] | npt.NDArray[np.int32]) -> torch.Tensor:
-        return torch.from_numpy(np.asarray(token_ids, dtype=np.int64)).to(self.generated.device)
+        known = np.asarray(token_ids, dtype=np.int64)
+        return torch.from_numpy(known[known < len(self.generated)]).to(self.generated.device)

@@ -15,6 +15,7 @@ from cluster.coordination.base import LinkPool
 from cluster.coordination.pool import DraftPool
 from cluster.drafters.base import Drafter
 from cluster.drafters.factory import is_model, load_draft_model, load_draft_weights, make_drafter, model_drafter
+from cluster.drafters.pairing import draft_vocabulary
 from cluster.engine.blocks import BlockManager
 from cluster.engine.invariance import check_invariance
 from cluster.engine.kv_cache import block_bytes
@@ -30,7 +31,6 @@ from cluster.targets.in_process import InProcessPool, without_run_ahead
 from cluster.targets.rejection import RejectionSampler
 from cluster.targets.simulated import SimulatedTarget
 from cluster.targets.torch import TorchTarget
-from cluster.tokenization import Tokenizer
 from cluster.transport.dialing import Dialer
 from cluster.vllm.compatibility import TARGET, V2_TARGET, check
 from cluster.vllm.engine_args import set_environment, wants_v2_runner
@@ -62,7 +62,7 @@ def _torch(config: Config, fingerprint: str, progress: Progress | None) -> Targe
     loaded = load_weights(target, dtype_on_cpu=torch.bfloat16, progress=progress, numerics=target.numerics)
     pool: LinkPool
     if config.drafts_in_process:
-        runner, pool = _with_drafter(config, fingerprint, loaded)
+        runner, pool = _with_drafter(config, loaded)
     else:
         runner = ModelRunner.with_cache(loaded, target, kv_cache_budget(target, loaded.weights.device))
         pool = _pool(config, fingerprint)
@@ -73,20 +73,20 @@ def _torch(config: Config, fingerprint: str, progress: Progress | None) -> Targe
     return TorchTarget(target.model, runner, limits, pool, _speculation(config, pool), rejection)
 
 
-def _with_drafter(config: Config, fingerprint: str, loaded: LoadedModel) -> tuple[ModelRunner, InProcessPool]:
+def _with_drafter(config: Config, loaded: LoadedModel) -> tuple[ModelRunner, InProcessPool]:
     """Returns the target's runner and a pool with the drafter in its process. Raises ConfigurationError."""
     target, draft, device = config.target, config.draft, loaded.weights.device
     if not is_model(draft.drafter):
         runner = ModelRunner.with_cache(loaded, target, kv_cache_budget(target, device))
-        return runner, _in_process_pool(config, fingerprint, make_drafter(config))
-    draft_weights = load_draft_weights(config, target=loaded)
+        return runner, _in_process_pool(config, make_drafter(config))
+    vocabulary = draft_vocabulary(config)
+    draft_weights = load_draft_weights(config, target=loaded, vocabulary=vocabulary)
     of_target, of_draft = kv_cache_budgets(target, loaded, draft, draft_weights)
     runner = ModelRunner.with_cache(loaded, target, of_target)
     draft_runner = ModelRunner.with_cache(draft_weights, draft, of_draft)
     pool = _in_process_pool(
         config,
-        fingerprint,
-        model_drafter(config, draft_runner),
+        model_drafter(config, draft_runner, vocabulary),
         has_device_of_its_own=draft_weights.weights.device != device,
         reads_much=draft_runner.model.num_bytes_read >= _BYTES_FOR_ALL_THREADS,
     )
@@ -95,7 +95,6 @@ def _with_drafter(config: Config, fingerprint: str, loaded: LoadedModel) -> tupl
 
 def _in_process_pool(
     config: Config,
-    fingerprint: str,
     drafter: Drafter,
     *,
     has_device_of_its_own: bool = False,
@@ -103,13 +102,9 @@ def _in_process_pool(
 ) -> InProcessPool:
     """Returns a pool with `drafter`.
 
-    Raises ConfigurationError if the tokenizers of draft and target differ, or if `draft.in_process_threads` would let
-    two threads record graphs on one GPU.
+    Raises ConfigurationError if `draft.in_process_threads` would let two threads record graphs on one GPU.
     """
     draft = config.draft
-    of_draft = Tokenizer(resolve_model_folder(config.draft_model)).fingerprint()
-    if of_draft != fingerprint:
-        raise ConfigurationError(config.tokenizer_mismatch(of_draft, fingerprint))
     is_shared = draft.in_process_threads == "shared" or (
         draft.in_process_threads == "auto" and not has_device_of_its_own
     )
@@ -175,10 +170,7 @@ def _simulated(config: Config, fingerprint: str, progress: Progress | None) -> T
     target = config.target
     model = ModelConfig.from_folder(resolve_model_folder(target.model))
     pool: LinkPool
-    if config.drafts_in_process:
-        pool = _in_process_pool(config, fingerprint, make_drafter(config))
-    else:
-        pool = _pool(config, fingerprint)
+    pool = _in_process_pool(config, make_drafter(config)) if config.drafts_in_process else _pool(config, fingerprint)
     num_blocks = kv_cache_budget(target, torch.device("cpu")) // block_bytes(model, target.block_size, torch.bfloat16)
     return SimulatedTarget(
         config.simulation,

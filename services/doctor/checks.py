@@ -35,7 +35,11 @@ def _fingerprints(facts: ClusterFacts) -> Told:
     tokenizers = {worker.model.tokenizer_fingerprint for worker in facts.workers}
     if len(tokenizers) > 1:
         who = "; ".join(f"{worker.name}: {worker.model.tokenizer_fingerprint[:12]}" for worker in facts.workers)
-        yield "tokenizers differ", who, "a draft needs its target's tokenizer: train or choose another"
+        yield (
+            "tokenizers differ",
+            who,
+            "set target.model in the draft worker's configuration, or choose a draft with most of the target's tokens",
+        )
 
 
 def _versions(facts: ClusterFacts) -> Told:

@@ -10,11 +10,10 @@ from cluster.config.workers import model_name
 from cluster.drafters.base import Drafter
 from cluster.drafters.factory import make_drafter
 from cluster.drafters.identity import draft_fingerprint
+from cluster.drafters.pairing import draft_vocabulary, spoken_fingerprint
 from cluster.drafting.worker import DraftWorker
 from cluster.errors import ConfigurationError
-from cluster.model_folder import resolve_model_folder
 from cluster.placement.endpoints import advertised_address
-from cluster.tokenization import Tokenizer
 from cluster.transport.listening import Listener
 from protos.speculation.v1 import draft_pb2_grpc, types_pb2
 from services.draft.servicer import DraftServicer
@@ -37,13 +36,14 @@ def run(config: Config) -> int:
         )
     check_before_loading(config, "draft")
     prepare_process(config.draft)
-    drafter = make_drafter(config, loading_progress(config.draft_model))
+    vocabulary = draft_vocabulary(config) if config.names_target else None
+    drafter = make_drafter(config, loading_progress(config.draft_model), vocabulary)
     if drafter.num_blocks:
         window = config.speculation.window(config.speculation.num_speculative_tokens)
         log_kv_cache(drafter.num_blocks, drafter.block_size, config.draft.max_num_seqs, window)
     description = types_pb2.ModelDescription(
         name="simulated" if config.draft.drafter == "simulated" else config.draft_model,
-        tokenizer_fingerprint=Tokenizer(resolve_model_folder(config.draft_model)).fingerprint(),
+        tokenizer_fingerprint=spoken_fingerprint(config, vocabulary),
         vocab_size=drafter.vocab_size,
         max_model_len=drafter.max_model_len,
         dtype=drafter.dtype,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cluster.config import Config
+from cluster.drafters.pairing import draft_vocabulary
 from cluster.engine.model_config import ModelConfig
 from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder
@@ -11,7 +12,7 @@ from cluster.tokenization import Tokenizer
 
 def check_models(config: Config) -> None:
     """Raises ConfigurationError if a model is missing or unsupported, or the pair cannot work."""
-    target = _fingerprint(config.target.model, is_ours=config.target.engine != "vllm")
+    _check_model(config.target.model, is_ours=config.target.engine != "vllm")
     if config.draft.replicas == 0 and not config.drafts_in_process:
         return
     if (config.target.engine == "simulated") != (config.draft.drafter == "simulated"):
@@ -19,14 +20,13 @@ def check_models(config: Config) -> None:
             f"draft.drafter {config.draft.drafter!r} cannot draft for target.engine {config.target.engine!r}: "
             "either both are simulated or neither is"
         )
-    draft = _fingerprint(config.draft_model, is_ours=config.draft.drafter != "vllm")
-    if draft != target:
-        raise ConfigurationError(config.tokenizer_mismatch(draft, target))
+    _check_model(config.draft_model, is_ours=config.draft.drafter != "vllm")
+    draft_vocabulary(config)
 
 
-def _fingerprint(model: str, *, is_ours: bool) -> str:
+def _check_model(model: str, *, is_ours: bool) -> None:
     """`is_ours`: the model runs on the PyTorch engine, which supports some architectures only."""
     folder = resolve_model_folder(model)
     if is_ours:
         ModelConfig.from_folder(folder)
-    return Tokenizer(folder).fingerprint()
+    Tokenizer(folder)

@@ -129,7 +129,7 @@ class ModelDescription(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     tokenizer_fingerprint: _builtins.str
-    """hexadecimal SHA-256; a pair whose fingerprints differ is refused"""
+    """hexadecimal SHA-256, for the token IDs on the wire; different ones are refused"""
     vocab_size: _builtins.int
     max_model_len: _builtins.int
     dtype: _builtins.str

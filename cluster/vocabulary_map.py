@@ -1,0 +1,163 @@
+"""Lets a draft model read and propose the target's token IDs when the two vocabularies are not quite equal."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cached_property
+
+from cluster.tokenization import Tokenizer
+
+
+class VocabularyMap:
+    """Maps the target's token IDs to the tokens of a draft model, by meaning.
+
+    The meaning of a token is its bytes and whether it is special. Merges do not matter, because drafts never tokenise.
+    An ID without a token is padding and has no meaning.
+
+    The loader gives the rows of the draft model's embedding and head a new order, `rows`. The new IDs below `num_ids`
+    are the target's: the drafter reads them, proposes them and draws with their noise. The draft lacks the IDs in
+    `lacking`, which are never proposed. The new IDs from `num_ids` on are the draft's other tokens, which are only
+    read: `spell` replaces a token that the draft lacks with several of the draft's tokens that have the same bytes.
+    """
+
+    def __init__(self, target: Tokenizer, draft: Tokenizer, num_rows: int) -> None:
+        """`num_rows`: rows of the draft model's embedding, which may be more or fewer than its tokenizer's tokens."""
+        self._target, self._draft = target, draft
+        self._target_ids = target.token_ids
+        pairs = _pairs(target, draft, num_rows)
+        self.num_common = len(pairs)
+        self.num_same = sum(row == token_id for token_id, row in pairs.items())
+        self.num_ids = 1 + max(pairs, default=-1)
+        self.lacking = tuple(token_id for token_id in range(self.num_ids) if token_id not in pairs)
+        self._lacking = frozenset(self.lacking)
+        rows = _rows(pairs, self.num_ids, num_rows)
+        self._new_ids = {row: new_id for new_id, row in reversed([*enumerate(rows)])} | {
+            row: token_id for token_id, row in pairs.items()
+        }
+        self.num_inputs = len(rows)
+        self.rows: tuple[int, ...] | None = None if rows == [*range(num_rows)] else tuple(rows)
+        "The draft's row of each new ID; None: the rows keep their order."
+        self._spellings: dict[int, tuple[int, ...]] = {}
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the target's tokenizer."""
+        return self._target.fingerprint()
+
+    @property
+    def num_target_tokens(self) -> int:
+        return len(self._target_ids)
+
+    @property
+    def keeps_ids(self) -> bool:
+        """True if every token of the target has the same ID in the draft."""
+        return self.num_same == self.num_target_tokens
+
+    def has_all(self, token_ids: Collection[int]) -> bool:
+        """Returns True if each of the target's `token_ids` is one token of the draft."""
+        return max(token_ids, default=0) < self.num_ids and self._lacking.isdisjoint(token_ids)
+
+    def has(self, token_id: int) -> bool:
+        return token_id < self.num_ids and token_id not in self._lacking
+
+    def spell(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """Returns the target's `token_ids` as new IDs; the same object if the draft has all of them.
+
+        Omits tokens that the draft cannot spell, such as padding.
+        """
+        if self.has_all(token_ids):
+            return token_ids
+        return [new_id for token_id in token_ids for new_id in self._spelling(token_id)]
+
+    def _spelling(self, token_id: int) -> tuple[int, ...]:
+        if self.has(token_id):
+            return (token_id,)
+        if token_id not in self._spellings:
+            draft_ids = self._draft_tokens(self._target.token_bytes(token_id))
+            self._spellings[token_id] = tuple(self._new_ids[draft_id] for draft_id in draft_ids)
+        return self._spellings[token_id]
+
+    def _draft_tokens(self, spelling: bytes) -> list[int]:
+        """Returns draft tokens whose bytes together are `spelling`; an empty list if there are none."""
+        try:
+            draft_ids = self._draft.encode(spelling.decode(), add_special_tokens=False)
+        except UnicodeDecodeError:  # the token ends inside a character
+            draft_ids = []
+        # Some tokenizers add a space or normalise the text.
+        is_exact = b"".join(map(self._draft.token_bytes, draft_ids)) == spelling
+        if is_exact and all(draft_id in self._new_ids for draft_id in draft_ids):
+            return draft_ids
+        return self._longest_matches(spelling)
+
+    def _longest_matches(self, spelling: bytes) -> list[int]:
+        """Returns the longest draft token that begins `spelling`, then the longest that begins the rest, and so on."""
+        found, start = [], 0
+        while start < len(spelling):
+            ends = range(min(len(spelling), start + self._longest), start, -1)
+            end = next((end for end in ends if spelling[start:end] in self._draft_ids), None)
+            if end is None:
+                return []
+            found.append(self._draft_ids[spelling[start:end]])
+            start = end
+        return found
+
+    @cached_property
+    def _draft_ids(self) -> Mapping[bytes, int]:
+        """Tokens of the draft that may spell others, by their bytes."""
+        special = frozenset(self._draft.special_tokens.values())
+        usable = [i for i in reversed(self._draft.token_ids) if i in self._new_ids and i not in special]
+        return {self._draft.token_bytes(draft_id): draft_id for draft_id in usable}
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self._draft_ids), default=0)
+
+
+def _pairs(target: Tokenizer, draft: Tokenizer, num_rows: int) -> dict[int, int]:
+    """Returns the draft's token for each token of the target that the draft has. No draft token occurs twice."""
+    if target.has_tokens_of(draft):
+        return {token_id: token_id for token_id in target.token_ids if token_id < num_rows}
+    meanings = dict(_meanings(target))
+    of_draft = {token_id: meaning for token_id, meaning in _meanings(draft) if token_id < num_rows}
+    pairs = {token_id: token_id for token_id, meaning in meanings.items() if of_draft.get(token_id) == meaning}
+    unpaired: dict[tuple[bytes, bool], list[int]] = defaultdict(list)
+    for draft_id in sorted(of_draft.keys() - pairs.keys(), reverse=True):
+        unpaired[of_draft[draft_id]].append(draft_id)
+
+    def pair(token_id: int, meaning: tuple[bytes, bool]) -> None:
+        if token_id not in pairs and unpaired.get(meaning):
+            pairs[token_id] = unpaired[meaning].pop()
+
+    for token_id, meaning in meanings.items():
+        pair(token_id, meaning)
+    # An added token may be special for one model only. The ends of a text may have other names.
+    for token_id in target.added_tokens:
+        spelling, is_special = meanings[token_id]
+        pair(token_id, (spelling, not is_special))
+    roles = draft.role_tokens()
+    for role, token_id in target.role_tokens().items():
+        if role in roles and roles[role] in of_draft:
+            pair(token_id, of_draft[roles[role]])
+    return pairs
+
+
+def _meanings(tokenizer: Tokenizer) -> Iterator[tuple[int, tuple[bytes, bool]]]:
+    special = frozenset(tokenizer.special_tokens.values())
+    for token_id in tokenizer.token_ids:
+        yield token_id, (tokenizer.token_bytes(token_id), token_id in special)
+
+
+def _rows(pairs: Mapping[int, int], num_ids: int, num_rows: int) -> list[int]:
+    """Returns the draft's row of each new ID: first those of the target's IDs, then the draft's other rows.
+
+    As many rows as possible keep their place. An ID that the draft lacks has any row.
+    """
+    rows = [pairs.get(token_id) for token_id in range(num_ids)]
+    others = set(range(num_rows)) - set(pairs.values())
+    for row in sorted(others):
+        if row < num_ids and rows[row] is None:
+            rows[row] = row
+            others.remove(row)
+    rest = iter(sorted(others))
+    return [next(rest, 0) if row is None else row for row in rows] + list(rest)
