@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cluster.model_folder import resolve_model_folder
+from cluster.tokenization import Tokenizer
 
 TARGET, DRAFT = "outrider-target-12m", "outrider-draft-2m"
 _EMBEDDING = "model.embed_tokens.weight"  # also the head: the bundled models tie them
@@ -52,6 +53,22 @@ def without_tokens(model: str, folder: Path, tokens: Sequence[str]) -> Path:
         merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in bpe["merges"]]
         bpe["merges"] = [[a, b] for a, b in merges if not {a, b, a + b} & {*tokens}]
     return copied
+
+
+def word_tokenizer(folder: Path, tokens: Mapping[str, int], special: Sequence[str] = ()) -> Tokenizer:
+    """A tokenizer whose tokens are whole words, written to `folder`."""
+    added = [
+        {"id": tokens[token], "content": token, "special": True, "normalized": False}
+        | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+        for token in special
+    ]
+    model = {"type": "WordLevel", "vocab": dict(tokens), "unk_token": "?"}
+    parts = dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor", "decoder", "truncation", "padding"))
+    folder.mkdir(parents=True)
+    (folder / "tokenizer.json").write_text(
+        json.dumps({"version": "1.0", "model": model, "added_tokens": added} | parts)
+    )
+    return Tokenizer(folder)
 
 
 def shortened(model: str, folder: Path, max_position_embeddings: int) -> Path:

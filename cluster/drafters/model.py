@@ -140,11 +140,6 @@ class ModelDrafter(Drafter):
 
     def rewind(self, sequence: DraftSequence, kept: Sequence[int]) -> None:
         cache = self._caches[sequence]
-        self._keep(sequence, cache, kept)
-        if not sequence.parents:  # the next step needs a row, also if committed tokens replaced computed drafts
-            cache.num_computed_tokens = min(cache.num_computed_tokens, sequence.num_committed - 1)
-
-    def _keep(self, sequence: DraftSequence, cache: _Cache, kept: Sequence[int]) -> None:
         if not kept:
             cache.computed_nodes.clear()
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +21,9 @@ from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.tokenization import Tokenizer
 from cluster.vllm.draft_engine import DraftEngine
+from cluster.vocabulary_map import VocabularyMap
 from services.training.corpus import held_out_texts
+from tests.near_pairs import word_tokenizer
 
 GREEDY = SamplingParams(temperature=0.0)
 MAX_LEN, MAX_SEQS, BLOCK, NUM_BLOCKS = 256, 4, 32, 24
@@ -259,6 +262,26 @@ def test_a_model_that_vllm_does_not_run_is_named(tmp_path_factory: pytest.TempPa
     (folder / "config.json").write_text('{"architectures": ["NoSuchModel"], "model_type": "no-such-type"}')
     with pytest.raises(ConfigurationError, match=r"vLLM cannot run .*unknown"):
         DraftEngine(CONFIG.model_copy(update={"model": str(folder)}))
+
+
+def test_a_token_that_the_target_lacks_ends_a_proposal(
+    drafter: VllmDrafter, prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_rows, known = drafter.vocab_size, 600
+    draft, target = (word_tokenizer(tmp_path / str(n), {f"w{i}": i for i in range(n)}) for n in (num_rows, known))
+    monkeypatch.setattr(drafter, "vocabulary", VocabularyMap(target, draft, num_rows))
+    sequences = [new_sequence(prompt, params=SamplingParams()) for prompt in prompts[:3]]
+    for sequence in sequences:
+        assert drafter.admit(sequence)
+        while sequence.num_drafted < 10 and not sequence.is_exhausted:
+            assert drafter.draft([sequence]) == []
+        assert all(token < known for token in sequence.draft_token_ids)
+    assert any(sequence.is_exhausted for sequence in sequences)
+    ended = next(sequence for sequence in sequences if sequence.is_exhausted)
+    advance(drafter, ended, [7])
+    assert not ended.is_exhausted
+    drafter.draft([ended])
+    assert ended.num_drafted == 1 or ended.is_exhausted
 
 
 def test_short_prompts_do_not_wait_for_long_ones(drafter: VllmDrafter) -> None:

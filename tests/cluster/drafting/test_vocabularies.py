@@ -22,6 +22,7 @@ from cluster.speculation.noise import NoiseKey, gumbel_noise
 from cluster.speculation.params import SamplingParams
 from cluster.speculation.tree import Shape
 from cluster.tokenization import Tokenizer
+from cluster.vocabulary_map import VocabularyMap
 from cluster.wire.messages import Advance, Open, SpeculateReply, SpeculateRequest
 from tests.near_pairs import DRAFT, TARGET, padded, permuted, without_tokens
 
@@ -49,10 +50,15 @@ class Worker:
         self._link = self.worker.attach(self._replies.append)
 
     def open(
-        self, token_ids: Sequence[int], params: SamplingParams, shape: Shape | None = None, window: int = K
+        self,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        shape: Shape | None = None,
+        window: int = K,
+        num_generated: int = 0,
     ) -> Drafts:
-        """Opens the sequence. Returns the first proposal."""
-        opening = Open(1, token_ids, len(token_ids), params, KEY, K, window, shape)
+        """Opens the sequence, whose last `num_generated` tokens are no prompt. Returns the first proposal."""
+        opening = Open(1, token_ids, len(token_ids) - num_generated, params, KEY, K, window, shape)
         return self._ask(SpeculateRequest(opens={1: opening}), len(token_ids))
 
     def advance(self, base: int, token_ids: Sequence[int], shape: Shape | None = None) -> Drafts:
@@ -221,25 +227,51 @@ class TestTokensThatTheDraftLacks:
             assert path is not None
             assert path.token_ids == chain.token_ids[: len(path)]
 
+    @pytest.mark.parametrize("drafter", ["model", "parallel"])
     def test_committed_pieces_that_were_drafted_are_no_drafts_of_the_next_positions(
-        self,
-        text: list[int],
-        draft: Path,
-        missing: set[int],
-        expected: Callable[[Sequence[int], SamplingParams], list[int]],
+        self, drafter: str, text: list[int], draft: Path, missing: set[int]
     ) -> None:
-        """The worker drafted the pieces of a token that the target then chose whole."""
+        """The worker drafted the pieces of a token, and more tokens after them; then the target chose it whole."""
         ours, theirs = Tokenizer(draft), Tokenizer(resolve_model_folder(TARGET))
         token_id = min(missing)
         pieces = ours.encode(theirs.decode([token_id]), add_special_tokens=False)
-        assert len(pieces) > 1
-        biased = SamplingParams(temperature=0.0, logit_bias=tuple((piece, 100.0 - i) for i, piece in enumerate(pieces)))
-        worker = Worker(draft)
-        drafts = worker.open(text[:8], biased, window=2 * K + 2)
-        assert drafts.token_ids[0] == pieces[0]
+        assert len(pieces) == 2
+        # The first piece has the higher score until it is drafted once.
+        bias = tuple(zip(pieces, (200.0, 150.0), strict=True))
+        params = SamplingParams(temperature=1.0, frequency_penalty=80.0, logit_bias=bias)
+        settings = (f"draft.drafter={drafter}",)
+        with_mask(draft, 301)
+        worker = Worker(draft, TARGET, *settings)
+        drafts = worker.open(text[:8], params, window=2 * K + 2)
+        assert drafts.token_ids[:1] == pieces[:1]
+        assert drafter == "parallel" or drafts.token_ids[:2] == pieces
         after = worker.advance(8, [token_id])
-        again = Worker(draft).open([*text[:8], token_id], biased)
-        assert after.token_ids == again.token_ids
+        again = Worker(draft, TARGET, *settings).open([*text[:8], token_id], params, num_generated=1)
+        assert after.token_ids[:1] == again.token_ids[:1]
+        assert drafter == "parallel" or after == again
+
+    def test_the_first_draft_in_one_pass_is_that_of_the_model(self, text: list[int], draft: Path) -> None:
+        params = SamplingParams(temperature=1.0)
+        with_mask(draft, 301)
+        chains, in_one_pass = (
+            rounds(Worker(draft, TARGET, f"draft.drafter={name}"), text, params, None) for name in ("model", "parallel")
+        )
+        assert [drafts.token_ids[0] for drafts in chains] == [drafts.token_ids[0] for drafts in in_one_pass]
+
+    def test_penalties_count_drafts_after_them(self, text: list[int], draft: Path) -> None:
+        params = SamplingParams(temperature=1.0, frequency_penalty=1000.0, logit_bias=((600, 100.0),))
+        for drafts in rounds(Worker(draft), text, params, None):
+            assert len({*drafts.token_ids}) == K
+
+    def test_tokens_that_only_the_draft_has_are_not_penalised(self) -> None:
+        target, other = Tokenizer(resolve_model_folder(TARGET)), "outrider-draft-smollm2-135m"
+        vocabulary = VocabularyMap(target, Tokenizer(resolve_model_folder(other)), 49_152)
+        special = next(i for i in vocabulary.lacking if max(vocabulary.spell([i]), default=0) >= vocabulary.num_ids)
+        params = SamplingParams(temperature=1.0, repetition_penalty=1.3, frequency_penalty=0.5)
+        worker = Worker(other)
+        assert len(worker.open([300, special, 301], params)) == K
+        assert len(worker.advance(3, [special, special])) == K
+        assert worker.coverage == 0.0
 
     def test_padding_of_the_target_is_left_out(self, text: list[int], tmp_path: Path) -> None:
         """A target may choose a row without a token, though rarely: there is nothing to spell."""

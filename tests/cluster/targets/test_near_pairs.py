@@ -150,15 +150,12 @@ def test_a_draft_with_a_shorter_context_stops_at_its_limit(pairs: Callable[[str]
     assert 0 < found.num_drafted < usual.num_drafted
 
 
-@pytest.mark.parametrize(
-    ("draft", "target", "said"),
-    [
-        (DRAFT, "outrider-draft-smollm2-135m", "the default draft .* has 2727 of the 49152 token IDs by meaning"),
-    ],
-)
-def test_a_pair_with_few_common_tokens_is_refused(draft: str, target: str, said: str) -> None:
+def test_a_pair_with_few_common_tokens_is_refused() -> None:
+    said = (
+        r"the default draft .* has 2727 of the 49152 token IDs by meaning.* choose a draft with the target's tokenizer"
+    )
     with pytest.raises(ConfigurationError, match=said):
-        new_target(draft, target)
+        new_target(DRAFT, "outrider-draft-smollm2-135m")
 
 
 def test_rejection_needs_equal_tokenizers(pairs: Callable[[str], Pair]) -> None:

@@ -17,7 +17,10 @@ from cluster.engine.runner import ModelRunner
 from cluster.engine.triton_model import TritonModel
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
+from cluster.vocabulary_map import VocabularyMap
+from tests.cluster.conftest import TINY_VOCAB_SIZE
 from tests.interpreter import spare_bookkeeping
+from tests.near_pairs import word_tokenizer
 
 CPU = torch.device("cpu")
 LIMITS = StepLimits(max_model_len=48, max_num_seqs=6, max_num_batched_tokens=64)
@@ -37,14 +40,14 @@ def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 class Pair:
     """A drafter with bursts and one without, with the same sequences."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, vocabulary: VocabularyMap | None = None) -> None:
         self.num_runs = 0
         self.drafters = []
         for has_burst in (True, False):
             runner = ModelRunner(load_model(folder, torch.float32, CPU, form=TritonModel), 4, 96)
             assert isinstance(runner.model, TritonModel)
-            burst = Burst(runner.model, LIMITS, lambda call: call) if has_burst else None
-            self.drafters.append(ModelDrafter(runner, LIMITS, burst))
+            burst = Burst(runner.model, LIMITS, lambda call: call, vocabulary) if has_burst else None
+            self.drafters.append(ModelDrafter(runner, LIMITS, burst, vocabulary))
             if has_burst:
                 self._count_runs(runner)
         self.sequences: list[list[DraftSequence]] = [[], []]
@@ -58,10 +61,10 @@ class Pair:
 
         runner.run = counted  # type: ignore[method-assign,assignment]
 
-    def open(self, tokens: list[int], params: SamplingParams, k: int, seed: int) -> None:
+    def open(self, tokens: list[int], params: SamplingParams, k: int, seed: int, num_added: int = 0) -> None:
         for drafter, sequences in zip(self.drafters, self.sequences, strict=True):
             key = NoiseKey.derive(seed, 0)
-            sequence = DraftSequence(list(tokens), len(tokens), params, key, k, window=10)
+            sequence = DraftSequence(list(tokens), len(tokens), params, key, k, window=10, num_added=num_added)
             assert drafter.admit(sequence)
             sequences.append(sequence)
 
@@ -78,7 +81,7 @@ class Pair:
     def commit(self, news: list[list[int]]) -> None:
         for drafter, sequences in zip(self.drafters, self.sequences, strict=True):
             for sequence, tokens in zip(sequences, news, strict=True):
-                kept = sequence.commit(sequence.num_committed, tokens)
+                kept = sequence.commit(sequence.base, tokens)
                 assert kept is not None
                 drafter.rewind(sequence, kept)
 
@@ -113,3 +116,18 @@ def test_penalties_are_drafted_step_by_step(pair: Pair) -> None:
     pair.open([3, 4, 5], SamplingParams(temperature=0.8, repetition_penalty=1.3), 3, 1)
     pair.draft()
     assert pair.num_runs == 3
+
+
+def test_of_a_draft_with_other_tokens(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+    """It proposes no token that the target lacks, with the noise of the target's positions."""
+    words = {f"w{i}": i for i in range(TINY_VOCAB_SIZE)}
+    target = word_tokenizer(tmp_path / "target", {f"w{i}": i for i in range(TINY_VOCAB_SIZE // 2) if i % 3})
+    vocabulary = VocabularyMap(target, word_tokenizer(tmp_path / "draft", words), TINY_VOCAB_SIZE)
+    pair = Pair(tiny_folder(), vocabulary)
+    for seed, params in enumerate(PARAMS):
+        pair.open([5, 17, 200, 43, 8], params, 5, seed, num_added=seed)
+    drafted = {token for tokens in pair.draft() for token in tokens}
+    assert drafted.isdisjoint(vocabulary.lacking)
+    assert max(drafted) < vocabulary.num_ids < TINY_VOCAB_SIZE
+    pair.commit([[11 + i] for i in range(len(PARAMS))])
+    pair.draft()

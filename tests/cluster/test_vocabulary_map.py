@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from cluster.model_folder import resolve_model_folder
+from cluster.tokenization import Tokenizer
+from cluster.vocabulary_map import VocabularyMap
+from tests.near_pairs import DRAFT, TARGET, padded, permuted, without_tokens, word_tokenizer
+
+NUM_TOKENS = 4096
+
+NewTokenizer = Callable[..., Tokenizer]
+
+
+@pytest.fixture
+def new_tokenizer(tmp_path: Path) -> NewTokenizer:
+    """new_tokenizer(tokens, special): by ID or in order."""
+    made = 0
+
+    def make(tokens: Mapping[str, int] | Sequence[str], special: Sequence[str] = ()) -> Tokenizer:
+        nonlocal made
+        made += 1
+        ids = tokens if isinstance(tokens, Mapping) else {token: number for number, token in enumerate(tokens)}
+        return word_tokenizer(tmp_path / str(made), ids, special)
+
+    return make
+
+
+def bundled(name: str) -> Tokenizer:
+    return Tokenizer(resolve_model_folder(name))
+
+
+@pytest.mark.parametrize("num_rows", [NUM_TOKENS, NUM_TOKENS + 100])
+def test_equal_vocabularies_keep_all(num_rows: int) -> None:
+    vocabulary = VocabularyMap(bundled(TARGET), bundled(DRAFT), num_rows)
+    assert (vocabulary.num_ids, vocabulary.lacking, vocabulary.rows) == (NUM_TOKENS, (), None)
+    assert vocabulary.keeps_ids
+    assert vocabulary.fingerprint == bundled(TARGET).fingerprint()
+    token_ids = [5, 17, NUM_TOKENS - 1]
+    assert vocabulary.spell(token_ids) is token_ids
+
+
+def test_merges_do_not_matter(tmp_path: Path) -> None:
+    draft = padded(DRAFT, tmp_path / "d", [])
+    definition = json.loads((draft / "tokenizer.json").read_text())
+    definition["model"]["merges"].pop()
+    (draft / "tokenizer.json").write_text(json.dumps(definition))
+    assert Tokenizer(draft).fingerprint() != bundled(TARGET).fingerprint()
+    assert VocabularyMap(bundled(TARGET), Tokenizer(draft), NUM_TOKENS).keeps_ids
+
+
+def test_moved_tokens_take_their_rows_along(tmp_path: Path) -> None:
+    draft = Tokenizer(permuted(DRAFT, tmp_path / "d", {0: 1, 1: 2, 2: 0, 300: 301, 301: 300}))
+    vocabulary = VocabularyMap(bundled(TARGET), draft, NUM_TOKENS)
+    assert vocabulary.rows is not None
+    assert [*vocabulary.rows[:4], *vocabulary.rows[299:303]] == [1, 2, 0, 3, 299, 301, 300, 302]
+    assert (vocabulary.num_common, vocabulary.num_same, vocabulary.lacking) == (NUM_TOKENS, NUM_TOKENS - 5, ())
+
+
+def test_missing_tokens_are_spelled_by_bytes(tmp_path: Path) -> None:
+    target, draft = bundled(TARGET), Tokenizer(without_tokens(DRAFT, tmp_path / "d", ["Ġthe", "Ġself"]))
+    vocabulary = VocabularyMap(target, draft, NUM_TOKENS)
+    assert sorted(target.tokens(vocabulary.lacking)) == ["Ġself", "Ġthe"]
+    assert vocabulary.rows is None  # the draft's tokens at these IDs are only read
+    token_ids = target.encode("for the self")
+    spelled = vocabulary.spell(token_ids)
+    assert len(spelled) > len(token_ids)
+    assert draft.decode(spelled) == "for the self"
+    assert not vocabulary.has_all(token_ids)
+
+
+@pytest.mark.parametrize("token", [b"\xe2\x94", b"\xbd"])
+def test_a_part_of_a_character_is_spelled_too(token: bytes, tmp_path: Path) -> None:
+    target = bundled(TARGET)
+    (token_id,) = [i for i in target.token_ids if target.token_bytes(i) == token]
+    (spelling,) = target.tokens([token_id])
+    assert spelling is not None
+    draft = Tokenizer(without_tokens(DRAFT, tmp_path / "d", [spelling]))
+    spelled = VocabularyMap(target, draft, NUM_TOKENS).spell([token_id])
+    assert b"".join(map(draft.token_bytes, spelled)) == (
+        token if len(token) > 1 else b""
+    )  # no token is a part of a byte
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_vocabularies_of_quite_other_sizes(small: bool) -> None:
+    """Every target token is itself, or the same bytes in tokens of the draft."""
+    other = "outrider-draft-smollm2-135m"
+    target, draft = (bundled(other), bundled(DRAFT)) if small else (bundled(TARGET), bundled(other))
+    vocabulary = VocabularyMap(target, draft, draft.vocab_size)
+    rows = vocabulary.rows or [*range(draft.vocab_size)]
+    special = {*target.special_tokens.values()}
+    for token_id in target.token_ids[::7]:
+        spelled = b"".join(draft.token_bytes(rows[new_id]) for new_id in vocabulary.spell([token_id]))
+        expected = target.token_bytes(token_id)
+        assert spelled in (expected, b"") or token_id in special
+    assert sorted({*rows}) == [*range(draft.vocab_size)]  # no row is lost
+
+
+class TestSpecialTokens:
+    def test_text_and_special_tokens_with_one_spelling_differ(self, new_tokenizer: NewTokenizer) -> None:
+        target = new_tokenizer(["a", "b", "<s>", "?"], special=["<s>"])
+        draft = new_tokenizer(["a", "<s>", "b", "?"])
+        vocabulary = VocabularyMap(target, draft, 4)
+        assert vocabulary.rows == (0, 2, 1, 3)  # they are the same after all: nothing else pairs with them
+        both = new_tokenizer(["<s>", "a", "b", "?", "<t>"], special=["<t>"])
+        assert VocabularyMap(target, both, 5).num_common == 4
+
+    def test_the_ends_of_a_text_pair_by_their_role(self, new_tokenizer: NewTokenizer, tmp_path: Path) -> None:
+        for number, eos in enumerate(("<eos>", "<end>"), start=1):
+            new_tokenizer(["a", "b", eos, "?"], special=[eos])
+            (tmp_path / str(number) / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": eos}}))
+        target, draft = (Tokenizer(tmp_path / name) for name in ("1", "2"))
+        assert VocabularyMap(target, draft, 4).keeps_ids
+
+    def test_another_special_token_at_the_same_id_is_never_proposed(self, new_tokenizer: NewTokenizer) -> None:
+        target = new_tokenizer(["a", "b", "<think>", "?"], special=["<think>"])
+        draft = new_tokenizer(["a", "b", "<box>", "?"], special=["<box>"])
+        vocabulary = VocabularyMap(target, draft, 4)
+        assert (vocabulary.lacking, vocabulary.rows, vocabulary.num_common) == ((2,), None, 3)
+        assert vocabulary.spell([0, 2, 1]) == [0, 1]  # no tokens of the draft spell it
+
+
+def test_tokens_beyond_the_drafts_rows_are_missing(new_tokenizer: NewTokenizer) -> None:
+    target, draft = (new_tokenizer(["a", "b", "?", "ab"]) for _ in range(2))
+    vocabulary = VocabularyMap(target, draft, 3)
+    assert (vocabulary.num_ids, vocabulary.num_common, vocabulary.keeps_ids) == (3, 3, False)
+    assert vocabulary.spell([3, 2]) == [0, 1, 2]
+
+
+def test_a_byte_with_two_tokens_keeps_both(new_tokenizer: NewTokenizer) -> None:
+    """Vocabularies of SentencePiece have a token for each byte, in addition to those for characters."""
+    tokens = ["<0x41>", "A", "B", "?"]
+    assert VocabularyMap(new_tokenizer(tokens), new_tokenizer([*tokens, "C"]), 5).keeps_ids
+    turned = VocabularyMap(new_tokenizer(tokens), new_tokenizer(["?", *tokens[:3]]), 4)
+    assert turned.num_common == 4
+    assert turned.rows is not None
+    assert sorted(turned.rows) == [0, 1, 2, 3]
