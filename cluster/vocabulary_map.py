@@ -15,10 +15,11 @@ class VocabularyMap:
     The meaning of a token is its bytes and whether it is special. Merges do not matter, because drafts never tokenise.
     An ID without a token is padding and has no meaning.
 
-    The loader gives the rows of the draft model's embedding and head a new order, `rows`. The new IDs below `num_ids`
-    are the target's: the drafter reads them, proposes them and draws with their noise. The draft lacks the IDs in
-    `lacking`, which are never proposed. The new IDs from `num_ids` on are the draft's other tokens, which are only
-    read: `spell` replaces a token that the draft lacks with several of the draft's tokens that have the same bytes.
+    The loader gives the rows of the draft model's embedding and head a new order, `rows`, so that its tokens have new
+    IDs. Those below `num_ids` are the target's: the drafter reads and proposes them, and draws with their noise. The
+    draft lacks some of them, `lacking`, which it never proposes. Those from `num_ids` to `num_inputs` are other tokens
+    of the draft, which are only read: `spell` replaces a token that the draft lacks with draft tokens that together
+    have its bytes.
     """
 
     def __init__(self, target: Tokenizer, draft: Tokenizer, num_rows: int) -> None:
@@ -26,8 +27,8 @@ class VocabularyMap:
         self._target, self._draft = target, draft
         self._target_ids = target.token_ids
         pairs = _pairs(target, draft, num_rows)
-        self.num_common = len(pairs)
-        self.num_same = sum(row == token_id for token_id, row in pairs.items())
+        self.num_common = len(pairs)  # tokens of the target that the draft has
+        self.num_same = sum(row == token_id for token_id, row in pairs.items())  # those with the same ID
         self.num_ids = 1 + max(pairs, default=-1)
         self.lacking = tuple(token_id for token_id in range(self.num_ids) if token_id not in pairs)
         self._lacking = frozenset(self.lacking)
@@ -73,6 +74,8 @@ class VocabularyMap:
     def _spelling(self, token_id: int) -> tuple[int, ...]:
         if self.has(token_id):
             return (token_id,)
+        if token_id > self._target_ids[-1]:
+            return ()
         if token_id not in self._spellings:
             draft_ids = self._draft_tokens(self._target.token_bytes(token_id))
             self._spellings[token_id] = tuple(self._new_ids[draft_id] for draft_id in draft_ids)

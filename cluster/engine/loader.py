@@ -82,8 +82,8 @@ def load_model(
     `layers`: layers to read; None: all. `form`: by default the result of `form_on` for `numerics`. `ends`: weights of
     the same model on the same device; the result shares their embedding, last norm and head. `rows`: the rows of
     embedding and head in their new order, so that token i of the result is token `rows[i]` of the folder; None: as
-    they are. `num_outputs`: tokens that need logits; None: all. A GPU computes all: there a product is slower if their
-    number is odd.
+    they are. `num_outputs`: tokens that need logits; None: all. On a GPU it is ignored, so that the head keeps the
+    checkpoint's size, which suits the kernels of products.
     """
     config = ModelConfig.from_folder(folder)
     chosen = range(config.num_layers) if layers is None else choose_layers(layers, config.num_layers)

@@ -125,6 +125,19 @@ class TestSpecialTokens:
         assert vocabulary.spell([0, 2, 1]) == [0, 1]  # no tokens of the draft spell it
 
 
+def test_a_special_token_that_the_draft_lacks_is_spelled_as_text(tmp_path: Path) -> None:
+    """As with a distilled Qwen model, whose IDs of some special tokens mean others in its base model."""
+    folder = padded(DRAFT, tmp_path / "d", [])
+    definition = (folder / "tokenizer.json").read_text(encoding="utf-8")
+    (folder / "tokenizer.json").write_text(definition.replace("<|im_end|>", "<|box_end|>"), encoding="utf-8")
+    draft, end = Tokenizer(folder), bundled(TARGET).special_tokens["<|im_end|>"]
+    vocabulary = VocabularyMap(bundled(TARGET), draft, NUM_TOKENS)
+    assert (vocabulary.lacking, vocabulary.rows) == ((end,), None)
+    spelled = vocabulary.spell([5, end])
+    assert len(spelled) > 2
+    assert draft.decode(spelled[1:], skip_special_tokens=False) == "<|im_end|>"
+
+
 def test_tokens_beyond_the_drafts_rows_are_missing(new_tokenizer: NewTokenizer) -> None:
     target, draft = (new_tokenizer(["a", "b", "?", "ab"]) for _ in range(2))
     vocabulary = VocabularyMap(target, draft, 3)
