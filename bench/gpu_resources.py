@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import triton
@@ -26,6 +26,7 @@ from triton.compiler import ASTSource
 from cluster.engine.gpu_kernels import gate, norm, product, rotation
 from cluster.engine.gpu_kernels import paged_attention as attention
 from cluster.engine.gpu_kernels.product_tiles import TILES
+from cluster.engine.quantization import QuantizedWeight
 from cluster.speculation import triton_noise as noise
 from cluster.speculation import triton_sampling as sampling
 
@@ -44,7 +45,7 @@ _TYPES = {
 }
 _OF_THE_MODEL = (  # in its dtype
     *("output", "query", "keys", "values", "logits", "x", "weight", "bias"),
-    *("total", "addend", "qkv", "head_norm", "cosines", "sines", "gate_up"),
+    *("scales", "total", "addend", "qkv", "head_norm", "cosines", "sines", "gate_up"),
 )
 _DTYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 _MULTIPLES_OF_16 = (
@@ -62,6 +63,7 @@ class Kernel:
     constants: dict[str, Any]
     options: dict[str, Any]
     dtype: torch.dtype = torch.float32
+    types: dict[str, str] = field(default_factory=dict)  # of arguments that are not what their name says
 
     def compile(self, capability: int) -> Any:
         names = self.function.arg_names
@@ -74,6 +76,8 @@ class Kernel:
         return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=self.options)
 
     def _type(self, name: str) -> str:
+        if name in self.types:
+            return self.types[name]
         return _DTYPES[self.dtype] if name in _OF_THE_MODEL else _TYPES.get(name, "i32")
 
 
@@ -121,6 +125,15 @@ def _products(dtype: torch.dtype) -> Iterator[Kernel]:
             constants = product.constants(tile, 4096, dtype, has_bias=not is_split, is_split=is_split)
             title = f"product, {name}, {tile.num_rows} x {tile.num_columns}" + ", by parts" * is_split
             yield Kernel(title, product.product_kernel, constants, product.options(tile), dtype)
+    bits: Literal[8, 4]
+    for bits in (8, 4):
+        packed = product.PackedWeight.of(_quantized(bits, dtype))
+        assert packed is not None
+        for tile in TILES[dtype.itemsize]:
+            constants = product.constants(tile, 4096, dtype, has_bias=False, is_split=True, packed=packed)
+            title = f"product, {name}, int{bits}, {tile.num_rows} x {tile.num_columns}"
+            types = {"weight": "*i8" if bits == 8 else "*u8"}
+            yield Kernel(title, product.product_kernel, constants, product.options(tile), dtype, types)
     constants = {"columns": product.ADD_COLUMNS, "has_bias": True}
     yield Kernel(f"product, {name}, add parts", product.add_parts_kernel, constants, product.ADD_OPTIONS, dtype)
     for has_addend in (False, True):
@@ -131,6 +144,11 @@ def _products(dtype: torch.dtype) -> Iterator[Kernel]:
         title = f"rotation, {name}" + ", with norms" * has_norm
         yield Kernel(title, rotation.rotate_kernel, constants, rotation.OPTIONS, dtype)
     yield Kernel(f"gate, {name}", gate.gate_kernel, gate.constants(), gate.OPTIONS, dtype)
+
+
+def _quantized(bits: Literal[8, 4], dtype: torch.dtype) -> QuantizedWeight:
+    num_groups = 1 if bits == 8 else 4096 // 32
+    return QuantizedWeight(torch.zeros(1, 4096, dtype=torch.int8), torch.ones(1, num_groups), bits, dtype)
 
 
 def resources(kernel: Kernel, capability: int) -> Resources:

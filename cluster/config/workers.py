@@ -154,7 +154,7 @@ class TargetConfig(WorkerConfig):
         "fast",
         description="fast: logits may differ in their last bits with the batch; invariant: the same bits for any "
         "batch and any division of the work, or the worker does not start; engine torch needs AVX-512 for it on "
-        "a CPU, and on a GPU Triton and no quantization",
+        "a CPU, and on a GPU Triton and groups of a multiple of 32 in int4",
     )
     generation_config: Literal["auto", "none"] = Field(
         "auto",

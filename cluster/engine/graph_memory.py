@@ -2,8 +2,8 @@
 
     inputs       8 bytes for every number of a row and for every block of its longest context.
     output       The logits of a row in float32, once for all sizes.
-    pool         Memory of a step while it computes: activations, logits, the splits of attention, and with invariant
-                 numerics the parts of a product. Graphs share it, so only the largest step counts.
+    pool         Memory of a step while it computes: activations, logits, the splits of attention, and the
+                 parts of products in a fixed order. Graphs share it, so only the largest step counts.
 
 The driver needs more memory for each recorded kernel. Its size is unknown here, so this memory must fit into the share
 that `memory_utilization` leaves free.
@@ -63,17 +63,18 @@ def graph_bytes(
     block_size: int,
     value_bytes: int,
     *,
-    is_invariant: bool = False,
+    has_parts: bool = False,
 ) -> int:
     """Returns the bytes of recorded steps of `sizes` rows over contexts of up to `max_context` tokens.
 
-    `value_bytes` is the size of a value in the model's dtype. If `is_invariant`, products have a fixed order.
+    `value_bytes` is the size of a value in the model's dtype. `has_parts`: whether products have a fixed order, as with
+    invariant numerics or quantized weights.
     """
     largest = max(sizes)
     inputs = 8 * largest * (_NUM_INPUTS + -(-max_context // block_size))
     output = 4 * largest * model.vocab_size
     pool = max(_step_bytes(model, size, max_context, value_bytes) for size in sizes)
-    parts = max(_parts_bytes(model, size, value_bytes) for size in sizes) if is_invariant else 0
+    parts = max(_parts_bytes(model, size, value_bytes) for size in sizes) if has_parts else 0
     return inputs + output + pool + parts
 
 

@@ -141,7 +141,7 @@ def recorded_bytes(config: WorkerConfig, model: LoadedModel) -> int:
     sizes, max_context = graph_sizes(config.max_num_batched_tokens), _max_context(config, model)
     return graph_bytes(
         *(StepModel.of(model.config), sizes, max_context, config.block_size, model.weights.dtype.itemsize),
-        is_invariant=model.form.is_invariant,
+        has_parts=model.form.is_invariant or config.quantization is not None,
     )
 
 

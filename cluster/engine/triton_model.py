@@ -16,12 +16,11 @@ from cluster.engine.gpu_kernels.rotation import rotate_and_write
 from cluster.engine.gpu_kernels.tiles import SPLIT
 from cluster.engine.graph_memory import graph_sizes
 from cluster.engine.kv_cache import KVCache
-from cluster.engine.linear import TorchWeightFormat
 from cluster.engine.model import Model
 from cluster.engine.model_config import ModelConfig
 from cluster.engine.rope import rotary_table
 from cluster.engine.step_graphs import CudaRecorder, Recorder, StepGraphs
-from cluster.engine.triton_linear import FixedOrderWeightFormat
+from cluster.engine.triton_linear import FixedOrderWeightFormat, GpuWeightFormat
 from cluster.engine.weights import ModelWeights, WeightFormat
 
 logger = logging.getLogger(__name__)
@@ -35,7 +34,7 @@ class TritonModel(Model):
     too.
     """
 
-    weight_format: ClassVar[WeightFormat] = TorchWeightFormat()
+    weight_format: ClassVar[WeightFormat] = GpuWeightFormat()
     is_invariant = False
     records_steps = True
 

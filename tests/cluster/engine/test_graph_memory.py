@@ -44,7 +44,7 @@ def test_splits_are_counted_where_there_are_any() -> None:
 
 def test_the_largest_parts_of_a_product_are_counted_with_invariant_numerics() -> None:
     model = StepModel(4096, 14_336, 32, 8, 128, 128_256)
-    fast, invariant = (graph_bytes(model, [8], 512, 16, 2, is_invariant=choice) for choice in (False, True))
+    fast, invariant = (graph_bytes(model, [8], 512, 16, 2, has_parts=choice) for choice in (False, True))
     assert invariant - fast == 4 * 4 * 8 * 6144  # four parts of queries, keys and values
 
 

@@ -11,6 +11,7 @@ import torch
 from cluster.engine import triton_linear
 from cluster.engine.batch import Segment, pack
 from cluster.engine.invariance import check_invariance
+from cluster.engine.kv_cache import KVCache
 from cluster.engine.loader import load_model
 from cluster.engine.model import TorchModel
 from cluster.engine.quantization import Quantization
@@ -83,6 +84,15 @@ def test_a_step_without_logits(tiny_folder: Callable[..., Path]) -> None:
 
 
 @pytest.mark.parametrize("quantization", [Quantization(8, None), Quantization(4, 32)])
-def test_integers_are_refused(tiny_folder: Callable[..., Path], quantization: Quantization) -> None:
-    with pytest.raises(ConfigurationError, match=f"quantization int{quantization.bits} with numerics 'invariant'"):
-        load_model(tiny_folder(), torch.bfloat16, CPU, form=InvariantTritonModel, quantization=quantization)
+def test_a_model_in_integers(tiny_folder: Callable[..., Path], quantization: Quantization) -> None:
+    batch = pack([Segment([5, 6, 7], 0, [3], 3)], BLOCK_SIZE, CPU)
+    logits = []
+    for form in (TorchModel, InvariantTritonModel):
+        loaded = load_model(tiny_folder(), torch.float32, CPU, form=form, quantization=quantization)
+        logits.append(loaded.bind(KVCache(loaded.config, 8, BLOCK_SIZE, torch.float32, CPU)).forward(batch))
+    torch.testing.assert_close(logits[1], logits[0], rtol=0, atol=1e-4)
+
+
+def test_groups_that_are_not_whole_blocks_are_refused(tiny_folder: Callable[..., Path]) -> None:
+    with pytest.raises(ConfigurationError, match="quantization int4 with numerics 'invariant' on a GPU needs groups"):
+        load_model(tiny_folder(), torch.bfloat16, CPU, form=InvariantTritonModel, quantization=Quantization(4, 16))

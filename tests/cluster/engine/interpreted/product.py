@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cluster.engine.gpu_kernels.product import product, product_by_tiles
+from cluster.engine.gpu_kernels.product import PackedWeight, product, product_by_tiles
 from cluster.engine.gpu_kernels.product_tiles import TILES, choose_tile, num_parts, uses_programs_of_parts
+from cluster.engine.quantization import Quantization, QuantizedWeight, quantize
 from tests.interpreter import spare_bookkeeping
 from tests.interpreter_dot import dot_in_order
 
@@ -73,6 +74,44 @@ def test_neither_the_tile_nor_the_programs_decide_a_bit(num_outputs: int, num_in
     for tile in TILES[dtype.itemsize]:
         for is_split in (False, True):
             assert torch.equal(product_by_tiles(x, weight, bias, tile, is_split=is_split), whole)
+
+
+QUANTIZATIONS = [(8, None, 192), (8, None, 96), (4, 32, 544), (4, 64, 192), (4, 128, 256)]  # bits, group, inputs
+
+
+def quantized(bits: int, group_size: int | None, num_inputs: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Returns x, the weight in floats, bias, and the quantized weight."""
+    x, weight, bias = operands(70, 72, num_inputs, dtype)
+    stored = quantize(weight, Quantization(bits, group_size))
+    exact = QuantizedWeight(stored.values, stored.scales.to(dtype).float(), stored.bits, dtype)
+    return x, exact.dequantize(), bias, exact
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("bits", "group_size", "num_inputs"), QUANTIZATIONS)
+def test_integers_are_multiplied_as_they_are_read(
+    bits: int, group_size: int | None, num_inputs: int, dtype: torch.dtype
+) -> None:
+    x, weight, bias, stored = quantized(bits, group_size, num_inputs, dtype)
+    packed = PackedWeight.of(stored)
+    assert packed is not None
+    assert packed.shape == weight.shape
+    assert packed.values.nbytes == weight.numel() * bits // 8
+    whole = product(x, packed, bias)
+    expected = x.double() @ weight.double().T + bias.double()
+    torch.testing.assert_close(whole.double(), expected, rtol=ERRORS[dtype], atol=ERRORS[dtype])
+    for num_rows in (1, 17, 65):
+        assert torch.equal(product(x[:num_rows], packed, bias), whole[:num_rows])
+    for tile in TILES[dtype.itemsize]:
+        for is_split in (False, True):
+            assert torch.equal(product_by_tiles(x, packed, bias, tile, is_split=is_split), whole)
+
+
+@pytest.mark.parametrize(("bits", "group_size", "num_inputs"), [(8, None, 72), (4, 24, 96)])
+def test_groups_that_are_not_whole_blocks_are_left_to_pytorch(
+    bits: int, group_size: int | None, num_inputs: int
+) -> None:
+    assert PackedWeight.of(quantized(bits, group_size, num_inputs, torch.bfloat16)[-1]) is None
 
 
 def test_parts_depend_on_the_shape_of_the_weight_alone() -> None:
