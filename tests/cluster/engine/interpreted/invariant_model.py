@@ -21,7 +21,9 @@ from cluster.errors import ConfigurationError
 from tests.cluster.engine.filled_caches import BLOCK_SIZE, CPU, model_and_cache
 from tests.interpreter import spare_bookkeeping
 from tests.interpreter_dot import dot_in_order
+from tests.soak import length
 
+NUM_LAYERS = length(1, 2)  # of models for the check, which runs some 60 steps
 FAMILIES = [{}, {"family": "qwen3"}, {"family": "qwen2"}]  # plain, with a norm of each head, with a bias
 
 
@@ -47,13 +49,13 @@ def test_the_same_logits_as_pytorchs(folder: Path) -> None:
 
 
 def test_it_passes_the_check(tiny_folder: Callable[..., Path]) -> None:
-    runner = new_runner(tiny_folder(family="qwen3"))
+    runner = new_runner(tiny_folder(family="qwen3", num_hidden_layers=NUM_LAYERS))
     check_invariance(runner)
     assert runner.blocks.num_used_blocks == 0
 
 
 def test_recorded_steps_pass_the_check(tiny_folder: Callable[..., Path]) -> None:
-    runner = new_runner(tiny_folder())
+    runner = new_runner(tiny_folder(num_hidden_layers=NUM_LAYERS))
     assert isinstance(runner.model, InvariantTritonModel)
     runner.model.record(48, 48, lambda call: call)
     check_invariance(runner)
@@ -75,7 +77,7 @@ def test_a_product_that_depends_on_the_height_is_found(
     product = triton_linear.product
     monkeypatch.setattr(triton_linear, "product", uneven)
     with pytest.raises(ConfigurationError, match="does not hold"):
-        check_invariance(new_runner(tiny_folder()))
+        check_invariance(new_runner(tiny_folder(num_hidden_layers=NUM_LAYERS)))
 
 
 def test_a_step_without_logits(tiny_folder: Callable[..., Path]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -10,8 +12,21 @@ from cluster.engine.gpu_kernels.product_tiles import TILES, choose_tile, num_par
 from cluster.engine.quantization import Quantization, QuantizedWeight, quantize
 from tests.interpreter import spare_bookkeeping
 from tests.interpreter_dot import dot_in_order
+from tests.soak import length
 
 ERRORS = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # of values of about 1
+NUM_ROWS = (1, 3, 17, 65, 130)
+SHAPES = ((128, 64), (200, 96), (77, 1031), (1, 5))  # outputs and inputs of a weight
+PRODUCTS = list(itertools.product(SHAPES, NUM_ROWS, ERRORS, (False, True)))
+# Of these, any two values of different parameters meet in at least one.
+PAIRS = [
+    (shape, num_rows, list(ERRORS)[(i + j) % 3], (i + j) % 2 == 0)
+    for i, shape in enumerate(SHAPES)
+    for j, num_rows in enumerate(NUM_ROWS)
+]
+HEIGHTS = length(
+    (1, 2, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 128, 129), (*range(1, 18), 31, 32, 33, 47, 63, 64, 65, 128, 129)
+)
 
 
 @pytest.fixture(autouse=True)
@@ -30,14 +45,9 @@ def operands(
     return x.to(dtype), weight.to(dtype), torch.randn(num_outputs, generator=generator).to(dtype)
 
 
-@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
-@pytest.mark.parametrize("dtype", ERRORS, ids=str)
-@pytest.mark.parametrize("num_rows", [1, 3, 17, 65, 130])
-@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(128, 64), (200, 96), (77, 1031), (1, 5)])
-def test_it_is_the_product(
-    num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype, has_bias: bool
-) -> None:
-    x, weight, bias = operands(num_rows, num_outputs, num_inputs, dtype)
+@pytest.mark.parametrize(("shape", "num_rows", "dtype", "has_bias"), length(PAIRS, PRODUCTS), ids=str)
+def test_it_is_the_product(shape: tuple[int, int], num_rows: int, dtype: torch.dtype, has_bias: bool) -> None:
+    x, weight, bias = operands(num_rows, *shape, dtype)
     expected = x.double() @ weight.double().T + (bias.double() if has_bias else 0)
     found = product(x, weight, bias if has_bias else None)
     assert found.dtype == dtype
@@ -61,7 +71,7 @@ def test_a_row_has_the_same_bits_at_every_height(dtype: torch.dtype) -> None:
     x, weight, bias = operands(150, 72, 1100, dtype)
     assert num_parts(*weight.shape) == 4
     whole = product(x, weight, bias)
-    for num_rows in [*range(1, 18), 31, 32, 33, 47, 63, 64, 65, 128, 129]:
+    for num_rows in HEIGHTS:
         assert torch.equal(product(x[:num_rows], weight, bias), whole[:num_rows])
         assert torch.equal(product(x[-num_rows:], weight, bias), whole[-num_rows:])
 

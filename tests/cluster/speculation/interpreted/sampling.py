@@ -17,6 +17,7 @@ from cluster.speculation.token_counts import TokenCounts
 from cluster.speculation.triton_sampler import best_tokens
 from tests.cluster.speculation.logits import random_logits
 from tests.interpreter import spare_bookkeeping
+from tests.soak import length
 
 CPU = torch.device("cpu")
 SAMPLER = Sampler(CPU)
@@ -89,7 +90,7 @@ def assert_same_for(seed: int, vocab_size: int, num_requests: int, scale: float 
     assert_same(logits, requests, width)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(length(2, 4)))
 def test_all_mixes_of_parameters(seed: int) -> None:
     assert_same_for(seed, 700, 30)
 
@@ -119,7 +120,7 @@ def test_all_chunks_of_a_large_vocabulary_are_merged() -> None:
 
 @pytest.mark.parametrize("width", [2, 3, 16])
 def test_the_best_of_a_row(width: int) -> None:
-    assert_same_for(width, 700, 20, width=width)
+    assert_same_for(width, 700, length(8, 20), width=width)
 
 
 def test_ties_go_to_the_lowest_id() -> None:
