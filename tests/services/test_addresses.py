@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import subprocess
@@ -13,6 +14,13 @@ import pytest
 
 from cluster.errors import ConfigurationError
 from services.addresses import check_can_listen, unknown_hosts
+from tests.soak import length
+
+# Each is a program that imports what a worker needs.
+WORKERS_AND_SETTINGS = length(
+    [("target", "listen"), ("draft", "health_listen"), ("target", "metrics_port")],
+    list(itertools.product(("target", "draft"), ("listen", "health_listen", "metrics_port"))),
+)
 
 
 @pytest.fixture
@@ -45,8 +53,7 @@ def test_hosts_without_an_address_are_found() -> None:
     assert [complaint.partition(": ")[0] for complaint in unknown_hosts(addresses)] == addresses[3:]
 
 
-@pytest.mark.parametrize("program", ["target", "draft"])
-@pytest.mark.parametrize("setting", ["listen", "health_listen", "metrics_port"])
+@pytest.mark.parametrize(("program", "setting"), WORKERS_AND_SETTINGS)
 def test_a_worker_says_so_before_it_loads_anything(taken: int, program: str, setting: str) -> None:
     value = str(taken) if setting == "metrics_port" else f"127.0.0.1:{taken}"
     arguments = ["--set", f"{program}.listen=127.0.0.1:0", f"--{program}.{setting}", value]

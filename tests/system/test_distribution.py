@@ -35,7 +35,7 @@ def next_token_probabilities(runner: ModelRunner, prefix: list[int]) -> dict[int
     return dict(zip(token_ids.tolist(), values.softmax(-1).tolist(), strict=True))
 
 
-@pytest.mark.parametrize("k", [0, 4])
+@pytest.mark.parametrize("k", length([4], [0, 4]))  # answers of one seed are equal: test_exactness.py
 def test_frequencies_of_answers_match_the_target(cluster: LocalCluster, k: int) -> None:
     torch.set_num_threads(1)
     runner = ModelRunner.from_config(TargetConfig(dtype="float32", device="cpu"), dtype_on_cpu=torch.float32)

@@ -17,12 +17,24 @@ from cluster.config import Config
 from cluster.model_folder import resolve_model_folder
 from cluster.tokenization import Tokenizer
 from services.launch.local import LocalCluster
+from tests.soak import length
 from tests.system.conftest import READY_TIMEOUT_SECONDS, cluster_config
-from tests.system.shaped_cases import PERSON, Body, answer, assert_alike, shaped_bodies, streamed
+from tests.system.shaped_cases import (
+    PERSON,
+    Body,
+    answer,
+    assert_alike,
+    one_of_each_constraint,
+    shaped_bodies,
+    streamed,
+)
 from tests.system.support import assert_table_is_true
 
 BODIES = dict(shaped_bodies())
-NUM_SCHEMA_ANSWERS = 200
+# In turn: each constraint, and each kind of sampling, with both.
+DEPTHS = {name: length((1 if number % 2 else 5,), (1, 5)) for number, name in enumerate(BODIES)}
+BODIES_OF_TREES = length(one_of_each_constraint(), BODIES)
+NUM_SCHEMA_ANSWERS = length(80, 200)
 NUM_STREAMS = 8
 
 
@@ -36,17 +48,18 @@ def client(cluster: LocalCluster) -> Iterator[httpx.Client]:
 def test_speculation_changes_nothing(client: httpx.Client, name: str) -> None:
     body = BODIES[name]
     plain = answer(client, {**body, "num_speculative_tokens": 0})
-    for k in (1, 5):
+    for k in DEPTHS[name]:
         assert_alike(plain, answer(client, {**body, "num_speculative_tokens": k}))
     assert_alike(plain, streamed(client, body))
 
 
 def test_nor_do_trees(client: httpx.Client) -> None:
-    plain = {name: answer(client, {**body, "num_speculative_tokens": 0}) for name, body in BODIES.items()}
+    bodies = BODIES_OF_TREES.items()
+    plain = {name: answer(client, {**body, "num_speculative_tokens": 0}) for name, body in bodies}
     with LocalCluster(cluster_config("speculation.tree_width=3", "target.device=cpu")) as with_trees:
         with_trees.wait_ready(READY_TIMEOUT_SECONDS)
         with httpx.Client(base_url=with_trees.url, timeout=300) as other:
-            for name, body in BODIES.items():
+            for name, body in bodies:
                 assert_alike(plain[name], answer(other, {**body, "num_speculative_tokens": 6}))
 
 

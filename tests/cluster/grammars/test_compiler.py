@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from cluster.grammars.compiler import GrammarCompiler
 from cluster.grammars.matcher import CompiledGrammar, Matcher
 from cluster.model_folder import resolve_model_folder
 from cluster.tokenization import Tokenizer
+from tests.background_loop import BackgroundLoop
 
 FOLDER = resolve_model_folder(Config().target.model)
 TOKENIZER = Tokenizer(FOLDER)
@@ -170,40 +171,37 @@ def test_one_whose_answer_is_not_read_to_its_end_is_given_up(monkeypatch: pytest
     assert accepts(following, "a")
 
 
-def test_each_is_compiled_once() -> None:
-    first, second = run(Grammar("regex", "a+"), Grammar("regex", "a+"))
-    assert first is second
+WithCompiler = Callable[[Callable[[GrammarCompiler], Coroutine[Any, Any, None]]], None]
 
 
-def test_many_at_once() -> None:
-    async def compile_many() -> list[CompiledGrammar]:
-        compiler = GrammarCompiler(FOLDER, TOKENIZER.vocab_size, [END])
-        try:
-            jobs: list[Coroutine[Any, Any, CompiledGrammar]] = [
-                compiler.compile(Grammar("regex", "a" * (1 + i % 4))) for i in range(16)
-            ]
-            return await asyncio.gather(*jobs)
-        finally:
-            await compiler.close()
-
-    found = asyncio.run(compile_many())
-    assert len({id(grammar) for grammar in found}) == 4
-    assert accepts(found[1], "aa")
+@pytest.fixture(scope="module")
+def with_compiler(loop: BackgroundLoop) -> Iterator[WithCompiler]:
+    """with_compiler(use) runs `use(compiler)`. The compiler, whose process has started, is shared by the tests, which
+    compile different grammars because it keeps each."""
+    compiler = GrammarCompiler(FOLDER, TOKENIZER.vocab_size, [END])
+    loop.run(compiler.compile(Grammar("regex", "warm")))
+    yield lambda use: loop.run(use(compiler))
+    loop.run(compiler.close())
 
 
-def with_compiler(use: Callable[[GrammarCompiler], Coroutine[Any, Any, None]]) -> None:
-    async def run_it() -> None:
-        compiler = GrammarCompiler(FOLDER, TOKENIZER.vocab_size, [END])
-        try:
-            await compiler.compile(Grammar("regex", "warm"))
-            await use(compiler)
-        finally:
-            await compiler.close()
+def test_each_is_compiled_once(with_compiler: WithCompiler) -> None:
+    async def use(compiler: GrammarCompiler) -> None:
+        first, second = [await compiler.compile(Grammar("regex", "once")) for _ in range(2)]
+        assert first is second
 
-    asyncio.run(run_it())
+    with_compiler(use)
 
 
-def test_choices_with_one_grammar_wait_for_one_compilation() -> None:
+def test_many_at_once(with_compiler: WithCompiler) -> None:
+    async def use(compiler: GrammarCompiler) -> None:
+        found = await asyncio.gather(*(compiler.compile(Grammar("regex", "m" * (1 + i % 4))) for i in range(16)))
+        assert len({id(grammar) for grammar in found}) == 4
+        assert accepts(found[1], "mm")
+
+    with_compiler(use)
+
+
+def test_choices_with_one_grammar_wait_for_one_compilation(with_compiler: WithCompiler) -> None:
     async def use(compiler: GrammarCompiler) -> None:
         found = await asyncio.gather(*(compiler.compile(Grammar("regex", "[a-z]+")) for _ in range(128)))
         assert len({id(grammar) for grammar in found}) == 1
@@ -216,7 +214,7 @@ def test_choices_with_one_grammar_wait_for_one_compilation() -> None:
     with_compiler(use)
 
 
-def test_too_many_different_ones_are_refused_for_now() -> None:
+def test_too_many_different_ones_are_refused_for_now(with_compiler: WithCompiler) -> None:
     async def use(compiler: GrammarCompiler) -> None:
         jobs = [asyncio.create_task(compiler.compile(Grammar("regex", "a" * (i + 1)))) for i in range(64)]
         await asyncio.sleep(0)
@@ -230,7 +228,7 @@ def test_too_many_different_ones_are_refused_for_now() -> None:
     with_compiler(use)
 
 
-def test_who_leaves_while_a_grammar_compiles_costs_the_others_nothing() -> None:
+def test_who_leaves_while_a_grammar_compiles_costs_the_others_nothing(with_compiler: WithCompiler) -> None:
     async def use(compiler: GrammarCompiler) -> None:
         slow = Grammar("json_schema", json.dumps({"enum": [f"{i}" * 10 for i in range(2_000)]}))
         leaving = [asyncio.create_task(compiler.compile(slow)) for _ in range(3)]
@@ -248,7 +246,9 @@ def test_who_leaves_while_a_grammar_compiles_costs_the_others_nothing() -> None:
     with_compiler(use)
 
 
-def test_a_large_grammar_does_not_hold_up_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_grammar_does_not_hold_up_the_event_loop(
+    with_compiler: WithCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
     num_turns = 0
     turns_while_reading = []
 

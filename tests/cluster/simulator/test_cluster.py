@@ -17,7 +17,7 @@ from tests.cluster.simulator.clusters import ANSWERS, PROMPTS, config_of, figure
 from tests.soak import length
 
 SLOW_DRAFT = "simulation.draft_step_ms=[[1,10],[16,20]]"
-SOME_SECONDS = length(20.0, 60.0)
+SOME_SECONDS = length(10.0, 60.0)
 
 
 def test_the_same_seed_gives_the_same_figures() -> None:

@@ -30,6 +30,7 @@ from services.training.traffic import AnswersFile, RecordedAnswer, is_held_out, 
 from services.training.traffic_acceptance import NUM_POSITIONS, choices, measure_traffic_acceptance
 from services.training.traffic_draft import DraftShape, answer_logits, load_draft, new_draft, train_draft
 from services.training.trainer import Recipe
+from tests.soak import length
 
 TARGET, DRAFT = "outrider-target-12m", "outrider-draft-2m"
 SETTINGS = ["--set", "target.dtype=float32", "--set", "target.max_num_seqs=8"]
@@ -146,7 +147,17 @@ def parallel(traffic: Path, distilled: Path, tmp_path_factory: pytest.TempPathFa
     out = tmp_path_factory.mktemp("parallel")
     shutil.copy(distilled / "answers.jsonl", out)
     arguments = ["--traffic", str(traffic), "--target", TARGET, "--draft", DRAFT, "--out", str(out), *SETTINGS]
-    arguments += ["--max-tokens", "32", "--epochs", "12", "--batch-size", "8", "--learning-rate", "1e-3", "--parallel"]
+    arguments += [
+        "--max-tokens",
+        "32",
+        "--epochs",
+        length("6", "12"),
+        "--batch-size",
+        "8",
+        "--learning-rate",
+        "1e-3",
+        "--parallel",
+    ]
     assert main(["distill", *arguments]) == 0
     return out
 
