@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 pytest.importorskip("triton")
@@ -10,11 +12,18 @@ from bench.gpu_resources import CAPABILITIES, Kernel, kernels, resources
 from tests.soak import length
 
 SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # that a program may have
-SOME = length([one for one in CAPABILITIES if one != 86], CAPABILITIES)  # 8.6 has the limits of 8.9
+KERNELS = list(kernels())
+SOME = [one for one in CAPABILITIES if one != 86]  # 8.6 has the limits of 8.9
+# Short forms compile each kernel once, for the architectures in turn.
+CASES = length(
+    [(kernel, SOME[number % len(SOME)]) for number, kernel in enumerate(KERNELS)],
+    list(itertools.product(KERNELS, CAPABILITIES)),
+)
 
 
-@pytest.mark.parametrize("capability", SOME)
-@pytest.mark.parametrize("kernel", list(kernels()), ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize(
+    ("kernel", "capability"), CASES, ids=[f"{kernel.name}-{capability}" for kernel, capability in CASES]
+)
 def test_it_compiles(kernel: Kernel, capability: int) -> None:
     found = resources(kernel, capability)
     assert found.spilled_bytes <= (32 if "float32" in kernel.name else 0)  # which nobody serves with on a GPU
