@@ -11,9 +11,9 @@ from xdist.scheduler import LoadScopeScheduling
 # Files of tests that share a cluster, with about how many seconds they take where half of the machine is theirs.
 # A file that is not here is a group of its own.
 _TOGETHER: dict[str, tuple[float, tuple[str, ...]]] = {
-    "Ray's nodes": (300.0, ("ray/test_faults.py", "ray/test_scaling.py", "ray/test_upgrade.py")),
+    "Ray's nodes": (400.0, ("ray/test_faults.py", "ray/test_scaling.py", "ray/test_upgrade.py")),
     "vLLM": (
-        240.0,
+        300.0,
         (
             "vllm/test_exactness.py",
             "vllm/test_load_generator.py",
@@ -23,18 +23,26 @@ _TOGETHER: dict[str, tuple[float, tuple[str, ...]]] = {
             "vllm/test_wrong_drafts.py",
         ),
     ),
-    "the instruct model": (90.0, ("clients/",)),
-    "two of each": (90.0, ("test_affinity.py", "test_failover.py", "test_faults.py", "test_several_targets.py")),
+    "the instruct model": (120.0, ("clients/",)),
+    "two of each": (140.0, ("test_affinity.py", "test_failover.py", "test_faults.py", "test_several_targets.py")),
 }
 _SECONDS = {
-    "tests/system/vllm/test_engines.py": 240.0,
-    "tests/system/vllm/test_lora.py": 180.0,
-    "tests/system/ray/test_launcher.py": 120.0,
+    "tests/system/vllm/test_engines.py": 300.0,
+    "tests/system/ray/test_launcher.py": 180.0,
     "tests/bench/test_faults.py": 140.0,
+    "tests/system/vllm/test_lora.py": 100.0,
+    "tests/system/ray/test_vllm.py": 100.0,
+    "tests/system/test_terminal.py": 100.0,
     "tests/system/vllm/test_v2_runner.py": 80.0,
-    "tests/system/test_usability.py": 80.0,
-    "tests/system/test_wheel.py": 70.0,
-    "tests/system/test_exactness.py": 80.0,
+    "tests/system/test_fuzz.py": 80.0,
+    "tests/system/test_hostile_requests.py": 80.0,
+    "tests/system/test_shaped_answers.py": 70.0,
+    "tests/system/ray/test_tls.py": 60.0,
+    "tests/system/test_exactness.py": 60.0,
+    "tests/system/test_prove.py": 60.0,
+    "tests/system/test_tracing.py": 60.0,
+    "tests/system/test_wheel.py": 50.0,
+    "tests/system/test_usability.py": 50.0,
 }
 _SECONDS_OF_A_CLUSTER = 30.0  # where none are given above
 _SYSTEM = "tests/system/"
