@@ -20,7 +20,7 @@ from cluster.config import Config
 from cluster.drafters.base import DraftSequence
 from cluster.drafters.burst import Burst
 from cluster.drafters.model import ModelDrafter
-from cluster.engine.attention import AttentionPlan, GatheredAttention
+from cluster.engine.attention import GatheredAttention
 from cluster.engine.batch import Batch, Segment, pack
 from cluster.engine.gpu_kernels.paged_attention import PagedAttention
 from cluster.engine.graph_memory import StepModel, graph_bytes, graph_sizes
@@ -113,7 +113,9 @@ def _attention_times(device: torch.device, contexts: Sequence[int]) -> Row:
             ]
             batch = pack(segments, BLOCK_SIZE, device)
             query = _random(len(batch.token_ids), HEADS, 1, torch.bfloat16, device)
-            plans: dict[str, AttentionPlan] = {"triton": PagedAttention(batch, BLOCK_SIZE, context)}
+            plans: dict[str, PagedAttention | GatheredAttention] = {
+                "triton": PagedAttention(batch, BLOCK_SIZE, context)
+            }
             plans["torch"] = GatheredAttention(batch, BLOCK_SIZE)
             for name, plan in plans.items():
                 key = f"ms, {name}, {num_segments} x {num_rows} rows of {context}"
