@@ -39,6 +39,7 @@ class Programs:
         self.targets: dict[str, Child] = {}
         self.drafts: dict[str, Child] = {}
         self.draft_addresses: dict[str, str] = {}
+        self._ports: dict[str, int] = {}  # of targets
         self._metrics_ports: dict[str, int] = {}
         (self._port,) = free_ports(1)
         self._write("targets")
@@ -51,7 +52,7 @@ class Programs:
 
     def start_target(self, name: str, **settings: object) -> None:
         port, metrics_port = free_ports(2)
-        self._metrics_ports[name] = metrics_port
+        self._ports[name], self._metrics_ports[name] = port, metrics_port
         more = {"target.listen": f"127.0.0.1:{port}", "target.metrics_port": metrics_port}
         self.targets[name] = self._start(name, "target", **more, **settings)
         self._write("targets", *self._lines("targets"), f"127.0.0.1:{port}")
@@ -125,6 +126,12 @@ class Programs:
         child = self.targets.get(name) or self.drafts[name]
         child.kill()
         child.start()
+
+    def remove_target(self, name: str) -> None:
+        """Ends a target for good, if it still runs."""
+        self.targets.pop(name).kill()
+        del self._metrics_ports[name]
+        self._write("targets", *(f"127.0.0.1:{self._ports[name]}" for name in self.targets))
 
     def stop(self) -> None:
         children = [self.router, *self.targets.values(), *self.drafts.values()]

@@ -9,11 +9,12 @@ import httpx
 import pytest
 
 from services.launch.local import LocalCluster
+from tests.soak import length
 from tests.system.shaped_cases import Body, answer, assert_alike, one_of_each_constraint, shaped_bodies, streamed
 from tests.system.support import assert_table_is_true
 from tests.system.vllm.programs import Programs
 
-BODIES = dict(shaped_bodies())
+BODIES = length(one_of_each_constraint(), dict(shaped_bodies()))
 SOME = one_of_each_constraint()  # an answer of vLLM on this CPU takes a second
 
 
