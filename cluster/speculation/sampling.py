@@ -291,16 +291,16 @@ def counts_before(
 def _penalise(rows: torch.Tensor, request: SampleRequest) -> None:
     """Applies repetition (Keskar et al. 2019, equation 2), frequency and presence penalties.
 
-    Each row's penalties count the tokens before it.
+    Each row's penalties count the tokens before it. Tokens outside the vocabulary, such as the mask tokens of a draft
+    with more rows than the target has tokens, are not counted.
     """
     params = request.params
     counts, tail, num_added = counts_before(request, rows.shape[-1], rows.device)
     generated = counts.generated.clone() if tail else counts.generated
-    for token in tail[:num_added]:
-        generated[token] += 1
     for j, row in enumerate(rows):
-        if j:
-            generated[tail[num_added + j - 1]] += 1
+        for token in tail[num_added + j - 1 : num_added + j] if j else tail[:num_added]:
+            if token < len(generated):
+                generated[token] += 1
         is_generated = generated > 0
         if params.repetition_penalty != 1.0:
             penalty = params.repetition_penalty

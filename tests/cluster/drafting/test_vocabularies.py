@@ -273,6 +273,17 @@ class TestTokensThatTheDraftLacks:
         assert len(worker.advance(3, [special, special])) == K
         assert worker.coverage == 0.0
 
+    def test_a_mask_token_that_only_the_draft_has_is_not_penalised(self, tmp_path: Path) -> None:
+        """PARD's mask is the first row after the tokenizer's tokens."""
+        draft = with_mask(padded(DRAFT, tmp_path / "d", [None]), 4096)
+        worker = Worker(draft, TARGET, "draft.drafter=parallel")
+        for params in (
+            SamplingParams(temperature=1.0, repetition_penalty=1.3),
+            SamplingParams(temperature=0.0, frequency_penalty=0.5),
+        ):
+            assert len(worker.open([5, 17, 200, 43], params)) == K
+            assert len(worker.advance(4, [9, 10])) == K
+
     def test_padding_of_the_target_is_left_out(self, text: list[int], tmp_path: Path) -> None:
         """A target may choose a row without a token, though rarely: there is nothing to spell."""
         target = padded(TARGET, tmp_path / "t", [None] * 64)
