@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from typing import Any
 
 from cluster.config import Config
 from cluster.engine.model_config import ModelConfig
@@ -20,8 +22,9 @@ def draft_vocabulary(config: Config) -> VocabularyMap | None:
     """Returns the map from the tokens of `config.target.model` to those of `config.draft.model`.
 
     Returns None if the drafter has no tokenizer of its own, or if the target's cannot be read on this machine, so that
-    the draft's must be equal. Raises ConfigurationError if the draft has less than half of the target's tokens, or if
-    the drafter needs all of them and lacks some.
+    the draft's must be equal. Raises ConfigurationError if the draft has less than half of the target's tokens, if the
+    drafter needs all of them and lacks some, or if vLLM runs both models as a pair and their vocabularies differ in
+    size.
     """
     if not config.draft_has_tokenizer:
         return None
@@ -46,7 +49,27 @@ def draft_vocabulary(config: Config) -> VocabularyMap | None:
             f"same IDs, but it has {vocabulary.num_same} of {vocabulary.num_target_tokens}: use draft.drafter model in "
             "a draft worker (draft.placement pool)"
         )
+    if config.drafts_in_process and config.target.engine == "vllm":
+        _check_sizes(config)
     return vocabulary
+
+
+def _check_sizes(config: Config) -> None:
+    """Raises ConfigurationError if the embeddings of target and draft differ in size, even in rows without tokens."""
+    of_target, of_draft = _num_rows(config.target.model), _num_rows(config.draft_model)
+    if of_target is not None and of_draft is not None and of_target != of_draft:
+        raise ConfigurationError(
+            f"vLLM can draft with {config.draft_model!r} in the process of {config.target.model!r} only if both "
+            f"embeddings have the same number of rows, but they have {of_draft} and {of_target}: use draft.placement "
+            "pool"
+        )
+
+
+def _num_rows(model: str) -> int | None:
+    """Returns the rows of the embedding; None if config.json names them in another way than usual."""
+    values: dict[str, Any] = json.loads((resolve_model_folder(model) / "config.json").read_text(encoding="utf-8"))
+    number: int | None = values.get("text_config", values).get("vocab_size")
+    return number
 
 
 def _target_tokenizer(config: Config) -> Tokenizer | None:

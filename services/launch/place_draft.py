@@ -6,6 +6,8 @@ import glob
 import os
 
 from cluster.config import V2_RUNNER, Config
+from cluster.drafters.pairing import draft_vocabulary
+from cluster.errors import ConfigurationError
 from services.launch.cores import divide_cores
 from services.launch.host_cores import num_target_cores, read_cores
 
@@ -25,8 +27,11 @@ def place_draft(config: Config) -> tuple[Config, str | None]:
         placement = "pool"
         if _can_have_cores_of_its_own(config):
             placement, why = "host-cpu", "the target has a GPU, the draft the CPU, and enough cores are free for it"
-    placed = config.model_copy(update={"draft": config.draft.model_copy(update={"placement": placement})})
-    return placed, why or "one target and its draft share the few cores of this machine"
+    return _placed(config, placement), why or "one target and its draft share the few cores of this machine"
+
+
+def _placed(config: Config, placement: str) -> Config:
+    return config.model_copy(update={"draft": config.draft.model_copy(update={"placement": placement})})
 
 
 def _shares_gpu(config: Config) -> bool:
@@ -36,7 +41,17 @@ def _shares_gpu(config: Config) -> bool:
     if target.engine != "vllm" or not has_v2_runner or draft.drafter != "model":
         return False
     is_alone = (target.replicas, draft.replicas, target.tensor_parallel_size) == (1, 1, 1)
-    return is_alone and draft.device != "cpu" and target_has_gpu(config) and _num_gpus() == 1
+    shares = is_alone and draft.device != "cpu" and target_has_gpu(config) and _num_gpus() == 1
+    return shares and _fits_in_vllm(config)
+
+
+def _fits_in_vllm(config: Config) -> bool:
+    """Returns True if vLLM accepts the vocabularies of draft and target in one process."""
+    try:
+        draft_vocabulary(_placed(config, "in-process"))
+    except ConfigurationError:
+        return False  # a draft worker may accept them; otherwise `check_models` reports the error
+    return True
 
 
 def _num_gpus() -> int:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from cluster.config.file import load_config
+from cluster.errors import ConfigurationError
 from services.launch import place_draft as module
+from services.launch.checks import check_models
 from services.launch.host_cores import Core
 from services.launch.local import LocalCluster
 from services.launch.place_draft import place_draft
+from tests.near_pairs import DRAFT, padded, without_tokens
 
 SHARED = "one target and its draft share the few cores of this machine"
 OWN_CORES = "the target has a GPU, the draft the CPU, and enough cores are free for it"
@@ -76,6 +81,23 @@ def test_a_draft_that_shares_the_gpu_of_a_vllm_target_is_in_its_process(
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
     config, _ = place_draft(load_config(None, ["target.engine=vllm", "target.device=cuda", *settings]))
     assert config.draft.placement == placement
+
+
+@pytest.mark.parametrize(
+    "make", [lambda folder: padded(DRAFT, folder, [None]), lambda folder: without_tokens(DRAFT, folder, ["Ġthe"])]
+)
+def test_a_draft_whose_vocabulary_vllm_refuses_is_in_a_pool(
+    make: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_num_gpus", lambda: 1)
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    draft = make(tmp_path / "draft")
+    settings = ["target.engine=vllm", "target.device=cuda", f"draft.model={draft}"]
+    config, _ = place_draft(load_config(None, settings))
+    assert config.draft.placement == "pool"
+    check_models(config)
+    with pytest.raises(ConfigurationError, match=r"draft\.placement pool"):
+        check_models(load_config(None, [*settings, "draft.placement=in-process"]))
 
 
 def test_the_log_says_what_was_decided(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
