@@ -260,6 +260,11 @@ class Config(Section):
         method = self.draft.speculative_config.get("method")
         if self.draft.drafter == "engine" and method not in _COUPLED_ON_V2:
             return f"draft.speculative_config.method {method}"
+        arguments = self.target.engine_args  # all ranks read the drafts of a step from one machine's memory
+        if arguments.get("nnodes", 1) != 1:
+            return "target.engine_args.nnodes"
+        if arguments.get("distributed_executor_backend") not in (None, "mp"):
+            return "target.engine_args.distributed_executor_backend"
         return None
 
     def with_further_drafts(self, name: str) -> Config:

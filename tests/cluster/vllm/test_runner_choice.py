@@ -21,6 +21,9 @@ from cluster.vllm.engine_args import wants_v2_runner
         ("cuda", None, ["speculation.acceptance=engine", "draft.drafter=engine"], False),
         ("cuda", None, ["draft.drafter=engine", "draft.speculative_config={method: ngram}"], False),
         ("cuda", None, ["draft.drafter=engine", "draft.speculative_config={method: eagle}"], True),
+        ("cuda", None, ["target.engine_args={nnodes: 2}"], False),
+        ("cuda", None, ["target.engine_args={distributed_executor_backend: ray}"], False),
+        ("cuda", None, ["target.engine_args={distributed_executor_backend: mp}"], True),
         ("cuda", "1", ["target.lora_root=/adapters"], True),  # is refused by the setting's name
     ],
 )
