@@ -137,6 +137,13 @@ class Tokenizer:
             return bytes([int(token[3:5], 16)])
         return token.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
 
+    def is_byte_token(self, token_id: int) -> bool:
+        """Returns True for the tokens of single bytes that SentencePiece vocabularies have, such as <0x0A>."""
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None or token_id in self._added or self._is_byte_level:
+            return False
+        return _BYTE_TOKEN.fullmatch(token) is not None
+
     def fingerprint(self) -> str:
         """Returns the hexadecimal SHA-256 of the vocabulary: (ID, token), merges and special IDs.
 

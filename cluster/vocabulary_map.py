@@ -8,11 +8,14 @@ from functools import cached_property
 
 from cluster.tokenization import Tokenizer
 
+_Meaning = tuple[bytes, bool, bool]  # bytes of a token, whether it is special, whether it is a byte token
+
 
 class VocabularyMap:
     """Maps the target's token IDs to the tokens of a draft model, by meaning.
 
-    The meaning of a token is its bytes and whether it is special. Merges do not matter, because drafts never tokenise.
+    The meaning of a token is its bytes, whether it is special, and whether it is a byte token of SentencePiece, which a
+    model only uses for characters without a token. Merges do not matter, because drafts never tokenise.
     An ID without a token is padding and has no meaning.
 
     The loader gives the rows of the draft model's embedding and head a new order, `rows`, so that its tokens have new
@@ -110,6 +113,7 @@ class VocabularyMap:
         """Tokens of the draft that may spell others, by their bytes."""
         special = frozenset(self._draft.special_tokens.values())
         usable = [i for i in reversed(self._draft.token_ids) if i in self._new_ids and i not in special]
+        usable.sort(key=self._draft.is_byte_token, reverse=True)  # the last token with the same bytes is used
         return {self._draft.token_bytes(draft_id): draft_id for draft_id in usable}
 
     @cached_property
@@ -124,20 +128,23 @@ def _pairs(target: Tokenizer, draft: Tokenizer, num_rows: int) -> dict[int, int]
     meanings = dict(_meanings(target))
     of_draft = {token_id: meaning for token_id, meaning in _meanings(draft) if token_id < num_rows}
     pairs = {token_id: token_id for token_id, meaning in meanings.items() if of_draft.get(token_id) == meaning}
-    unpaired: dict[tuple[bytes, bool], list[int]] = defaultdict(list)
+    unpaired: dict[_Meaning, list[int]] = defaultdict(list)
     for draft_id in sorted(of_draft.keys() - pairs.keys(), reverse=True):
         unpaired[of_draft[draft_id]].append(draft_id)
 
-    def pair(token_id: int, meaning: tuple[bytes, bool]) -> None:
+    def pair(token_id: int, meaning: _Meaning) -> None:
         if token_id not in pairs and unpaired.get(meaning):
             pairs[token_id] = unpaired[meaning].pop()
 
     for token_id, meaning in meanings.items():
         pair(token_id, meaning)
+    # A part of a character is a byte token for one model only if the other's vocabulary is byte-level.
+    for token_id, (spelling, is_special, is_byte) in meanings.items():
+        pair(token_id, (spelling, is_special, not is_byte))
     # An added token may be special for one model only. The ends of a text may have other names.
     for token_id in target.added_tokens:
-        spelling, is_special = meanings[token_id]
-        pair(token_id, (spelling, not is_special))
+        spelling, is_special, is_byte = meanings[token_id]
+        pair(token_id, (spelling, not is_special, is_byte))
     roles = draft.role_tokens()
     for role, token_id in target.role_tokens().items():
         if role in roles and roles[role] in of_draft:
@@ -145,10 +152,10 @@ def _pairs(target: Tokenizer, draft: Tokenizer, num_rows: int) -> dict[int, int]
     return pairs
 
 
-def _meanings(tokenizer: Tokenizer) -> Iterator[tuple[int, tuple[bytes, bool]]]:
+def _meanings(tokenizer: Tokenizer) -> Iterator[tuple[int, _Meaning]]:
     special = frozenset(tokenizer.special_tokens.values())
     for token_id in tokenizer.token_ids:
-        yield token_id, (tokenizer.token_bytes(token_id), token_id in special)
+        yield token_id, (tokenizer.token_bytes(token_id), token_id in special, tokenizer.is_byte_token(token_id))
 
 
 def _rows(pairs: Mapping[int, int], num_ids: int, num_rows: int) -> list[int]:

@@ -153,3 +153,25 @@ def test_a_byte_with_two_tokens_keeps_both(new_tokenizer: NewTokenizer) -> None:
     assert turned.num_common == 4
     assert turned.rows is not None
     assert sorted(turned.rows) == [0, 1, 2, 3]
+
+
+class TestByteTokens:
+    """SentencePiece has <0x41> and A, and writes A for a text; a byte-level vocabulary only has A."""
+
+    byte_tokens = ("<0x41>", "<0x42>", "<0xE2>", "A", "B", "?")
+
+    def test_text_of_a_byte_level_target_is_not_drafted_as_byte_tokens(self, new_tokenizer: NewTokenizer) -> None:
+        vocabulary = VocabularyMap(new_tokenizer(["?", "A", "B"]), new_tokenizer(self.byte_tokens), 6)
+        assert vocabulary.rows is not None
+        assert vocabulary.rows[:3] == (5, 3, 4)
+
+    def test_a_byte_level_draft_drafts_text_rather_than_byte_tokens(self, new_tokenizer: NewTokenizer) -> None:
+        draft = new_tokenizer(["A", "?", "B"])  # A has the ID of <0x41>
+        vocabulary = VocabularyMap(new_tokenizer(self.byte_tokens), draft, 3)
+        assert vocabulary.lacking == (0, 1, 2)
+        assert vocabulary.spell([0, 1, 3]) == vocabulary.spell([3, 4, 3]) == [3, 4, 3]
+
+    def test_spellings_prefer_text(self, new_tokenizer: NewTokenizer) -> None:
+        vocabulary = VocabularyMap(new_tokenizer(["?", "AB"]), new_tokenizer(self.byte_tokens), 6)
+        assert vocabulary.rows is not None
+        assert [vocabulary.rows[new_id] for new_id in vocabulary.spell([1])] == [3, 4]
