@@ -94,10 +94,10 @@ class ChoiceObserver:
         metrics, adapter = self._answer.metrics, self._request.template.adapter
         if adapter:
             metrics.count_running_adapter(adapter, -1)
+        if isinstance(error, OverloadedError) and not self._answer.has_failed:  # once for all choices of a request
+            metrics.count_rejection("max_num_queued_reqs")
         self._answer.has_failed |= isinstance(error, Exception)
         ended_as = self._finish_reason or ("error" if self._answer.has_failed else "abort")
-        if isinstance(error, OverloadedError):
-            metrics.count_rejection("max_num_queued_reqs")
         metrics.count_end(ended_as, len(self._request.prompt_token_ids), self._num_tokens)
         self._answer.trace.end()
 

@@ -119,3 +119,10 @@ def test_refused_requests_are_counted_by_the_limit(new_router, target):
     page = router.client.get("/metrics").text
     for reason in ("max_num_queued_tokens", "max_num_queued_reqs"):
         assert value(page, "vllm:admission_rejections_total", reason=reason) == 1
+
+
+def test_a_request_whose_choices_are_all_refused_is_counted_once(router, target):
+    target.fail_after, target.failure = 0, (grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+    assert router.complete(prompt=[[70], [71], [72]], n=3).status_code == 503
+    page = router.client.get("/metrics").text
+    assert value(page, "vllm:admission_rejections_total", reason="max_num_queued_reqs") == 1
