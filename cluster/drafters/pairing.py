@@ -22,9 +22,8 @@ def draft_vocabulary(config: Config) -> VocabularyMap | None:
     """Returns the map from the tokens of `config.target.model` to those of `config.draft.model`.
 
     Returns None if the drafter has no tokenizer of its own, or if the target's cannot be read on this machine, so that
-    the draft's must be equal. Raises ConfigurationError if the draft has less than half of the target's tokens, if the
-    drafter needs all of them and lacks some, or if vLLM runs both models as a pair and their vocabularies differ in
-    size.
+    the draft's must be equal. Raises ConfigurationError if the draft has less than half of the target's tokens, or if
+    the drafter needs all of them and lacks some. Raises it also for a pair in vLLM whose vocabularies differ in size.
     """
     if not config.draft_has_tokenizer:
         return None
