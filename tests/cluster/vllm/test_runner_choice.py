@@ -1,4 +1,4 @@
-"""Which of vLLM's model runners a target has."""
+"""Which of vLLM's model runners a target has, and where vLLM cannot run."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from cluster.config.file import load_config
+from cluster.errors import ConfigurationError
 from cluster.vllm import engine_args
-from cluster.vllm.engine_args import wants_v2_runner
+from cluster.vllm.engine_args import check_platform, wants_v2_runner
 
 
 @pytest.mark.parametrize(
@@ -37,3 +38,12 @@ def test_a_gpu_has_v2_unless_a_setting_needs_v1(
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", asked)
     config = load_config(None, ["target.engine=vllm", *settings])
     assert wants_v2_runner(config) is is_v2
+
+
+def test_a_build_for_gpus_says_that_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    platforms = pytest.importorskip("vllm.platforms")
+    interface = pytest.importorskip("vllm.platforms.interface")
+    check_platform()
+    monkeypatch.setattr(platforms, "current_platform", interface.UnspecifiedPlatform())
+    with pytest.raises(ConfigurationError, match="there is none"):
+        check_platform()
