@@ -89,7 +89,7 @@ def _head_of(target: PlannedModel) -> PlannedModel:
     """
     assert target.steps is not None
     hidden, vocabulary = target.steps.hidden_size, target.steps.vocab_size * target.steps.hidden_size
-    in_layers = (target.num_parameters - 2 * vocabulary) // target.num_layers
+    in_layers = (target.num_parameters - (target.num_end_parameters or 2 * vocabulary)) // target.num_layers
     return replace(target, name="head", num_parameters=in_layers + 2 * hidden * hidden + vocabulary, num_layers=1)
 
 

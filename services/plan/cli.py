@@ -175,7 +175,7 @@ def _request(arguments: argparse.Namespace, efficiency: Efficiency) -> ClusterRe
     return ClusterRequest(
         target=PlannedModel.parse(arguments.target),
         target_gpus=parse_gpus(arguments.target_gpus, prices),
-        drafts=tuple(PlannedModel.parse(spec) for spec in arguments.draft.split(",")),
+        drafts=_drafts(arguments.draft),
         draft_gpus=parse_gpus(arguments.draft_gpus, prices),
         acceptance_rate=arguments.acceptance,
         round_trips_seconds=_round_trips(arguments.round_trip_ms),
@@ -188,6 +188,13 @@ def _request(arguments: argparse.Namespace, efficiency: Efficiency) -> ClusterRe
         memory_utilization=arguments.memory_utilization,
         block_size=arguments.block_size,
     )
+
+
+def _drafts(text: str) -> tuple[PlannedModel, ...]:
+    specs = dict.fromkeys(part.strip() for part in text.split(","))
+    if "" in specs:
+        raise ConfigurationError(f"--draft {text!r}: write models, such as 7B,1B:int4")
+    return tuple(map(PlannedModel.parse, specs))
 
 
 def _round_trips(text: str) -> tuple[float, ...]:

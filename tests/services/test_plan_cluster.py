@@ -47,6 +47,7 @@ def test_the_exit_code_says_that_nothing_fits() -> None:
         (["--host-cpu", "SPR-99"], "'SPR-99' is unknown"),
         (["--target", "34B"], "34B/LAYERSxKV_HEADSxHEAD_SIZE"),
         (["--round-trip-ms", "1,x"], "--round-trip-ms '1,x'"),
+        (["--draft", "7B,"], "--draft '7B,'"),
         (["--price", "A10G"], "'A10G' is no price"),
         (["--sequences", "4096"], "has no room for prompts in addition to 4096 sequences"),
         (["--measure", "--set", "target.engine=simulated"], "--measure times target.engine torch, not simulated"),
