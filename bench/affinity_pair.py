@@ -1,10 +1,10 @@
 """Routing by prefix on the bundled pair, with and without drafts: `python -m bench.affinity_pair`.
 
-Two targets and a draft worker on this machine. Conversations of four turns, a few at a time: an opening of 300 to 400
-tokens of held-out text, answers of 32 tokens, and 16 to 32 tokens more for each further turn. Each pass sends the
-same conversations to the same cluster. The router chooses by prefix or by load, and there are drafts or none. A cache
-salt of its own makes each pass begin with empty caches. Figures are of turns after the first: time to first token, and
-tokens found in the prefix cache over those that an endless cache would have. All passes must answer the same.
+Runs two targets and a draft worker on this machine, and a few conversations of four turns at a time. A conversation
+begins with 300 to 400 tokens of held-out text. Answers have 32 tokens, and each further turn adds 16 to 32 tokens. Each
+pass sends the same conversations to the same cluster, with routing by prefix or by load, and with or without drafts.
+A separate cache salt makes each pass start with empty caches. Reports, for turns after the first, the time to first
+token and the cached tokens relative to an endless cache. All passes must give the same answers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Answer:
     token_ids: tuple[int, ...]
     first_token_seconds: float
     num_cached_tokens: int
-    num_earlier_tokens: int  # of whole blocks that the turn before left in an endless cache
+    num_earlier_tokens: int  # tokens in whole blocks that an endless cache would have from earlier turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,9 @@ class Cell:
     repeat: int
     first_token_p50: float  # seconds, of turns after the first
     first_token_p99: float
-    hits: float  # tokens found over those of an endless cache
+    hits: float  # cached tokens / cached tokens with an endless cache
     num_tokens: int  # of all answers
-    num_different: int  # of these, tokens that differ from the first pass
+    num_different: int  # tokens that differ from the first pass
 
 
 def conversations(number: int) -> list[list[list[int]]]:
@@ -163,7 +163,7 @@ def _rows(cells: Sequence[Cell]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.affinity_pair", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--conversations", type=int, default=24)
-    parser.add_argument("--streams", type=int, default=4, help="conversations at a time")
+    parser.add_argument("--streams", type=int, default=4, help="number of concurrent conversations")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("bench/results/affinity-pair.json"))
     arguments = parser.parse_args(argv)

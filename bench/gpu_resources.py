@@ -43,7 +43,7 @@ _TYPES = {
     "uniform": "*fp64",
     "scale": "fp32",
 }
-_OF_THE_MODEL = (  # in its dtype
+_OF_THE_MODEL = (  # arguments in the model's dtype
     *("output", "query", "keys", "values", "logits", "x", "weight", "bias"),
     *("scales", "total", "addend", "qkv", "head_norm", "cosines", "sines", "gate_up"),
 )
@@ -63,7 +63,9 @@ class Kernel:
     constants: dict[str, Any]
     options: dict[str, Any]
     dtype: torch.dtype = torch.float32
-    types: dict[str, str] = field(default_factory=dict)  # of arguments that are not what their name says
+    types: dict[str, str] = field(
+        default_factory=dict
+    )  # types of arguments that differ from the default for their name
 
     def compile(self, capability: int) -> Any:
         names = self.function.arg_names

@@ -22,7 +22,7 @@ def resolve_model_folder(model: str) -> Path:
 
 
 def _resolve(model: str, files: Sequence[str]) -> Path:
-    """Returns the folder of `model`; from the hub, with `files` only."""
+    """Returns the folder of `model`. A folder from the hub has the `files` only."""
     bundled = ASSETS / model
     folder = Path(model).expanduser()
     for candidate in (folder, bundled):
@@ -40,7 +40,7 @@ def _resolve(model: str, files: Sequence[str]) -> Path:
 
 
 def resolve_tokenizer_folder(model: str) -> Path:
-    """Returns a folder with the tokenizer of `model`, which may lack the weights: downloads none.
+    """Returns a folder with the tokenizer of `model`. Downloads no weights, so the folder may lack them.
 
     Raises ConfigurationError as `resolve_model_folder` does.
     """

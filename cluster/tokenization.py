@@ -138,7 +138,7 @@ class Tokenizer:
         return token.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
 
     def is_byte_token(self, token_id: int) -> bool:
-        """Returns True for the tokens of single bytes that SentencePiece vocabularies have, such as <0x0A>."""
+        """Returns True for SentencePiece's tokens of single bytes, such as <0x0A>."""
         token = self._tokenizer.id_to_token(token_id)
         if token is None or token_id in self._added or self._is_byte_level:
             return False
@@ -147,8 +147,8 @@ class Tokenizer:
     def fingerprint(self) -> str:
         """Returns the hexadecimal SHA-256 of the vocabulary: (ID, token), merges and special IDs.
 
-        It identifies the token IDs on the wire: a target uses the draft workers that report its own fingerprint. The
-        chat template is not part of it.
+        It identifies the token IDs on the wire: a target only uses draft workers with the same fingerprint. The chat
+        template is not part of it.
         """
         definition = json.loads(self._definition)
         model = definition["model"]

@@ -14,15 +14,15 @@ _Meaning = tuple[bytes, bool, bool]  # bytes of a token, whether it is special, 
 class VocabularyMap:
     """Maps the target's token IDs to the tokens of a draft model, by meaning.
 
-    The meaning of a token is its bytes, whether it is special, and whether it is a byte token of SentencePiece, which a
-    model only uses for characters without a token. Merges do not matter, because drafts never tokenise.
+    The meaning of a token is its bytes, whether it is special, and whether it is a byte token of SentencePiece. Models
+    only use byte tokens for characters without a token. Merges do not matter, because drafts never tokenize.
     An ID without a token is padding and has no meaning.
 
     The loader gives the rows of the draft model's embedding and head a new order, `rows`, so that its tokens have new
-    IDs. Those below `num_ids` are the target's: the drafter reads and proposes them, and draws with their noise. The
-    draft lacks some of them, `lacking`, which it never proposes. Those from `num_ids` to `num_inputs` are other tokens
-    of the draft, which are only read: `spell` replaces a token that the draft lacks with draft tokens that together
-    have its bytes.
+    IDs. IDs below `num_ids` are the target's, except for those in `lacking`: the drafter reads and proposes them, and
+    draws with their noise. The draft does not have the target's tokens in `lacking`, and never proposes these IDs.
+    They, and the IDs from `num_ids` to `num_inputs`, are other tokens of the draft, which are only read: `spell`
+    replaces a token that the draft lacks with draft tokens that together have the same bytes.
     """
 
     def __init__(self, target: Tokenizer, draft: Tokenizer, num_rows: int) -> None:
@@ -31,7 +31,7 @@ class VocabularyMap:
         self._target_ids = target.token_ids
         pairs = _pairs(target, draft, num_rows)
         self.num_common = len(pairs)  # tokens of the target that the draft has
-        self.num_same = sum(row == token_id for token_id, row in pairs.items())  # those with the same ID
+        self.num_same = sum(row == token_id for token_id, row in pairs.items())  # tokens with the same ID in the draft
         self.num_ids = 1 + max(pairs, default=-1)
         self.lacking = tuple(token_id for token_id in range(self.num_ids) if token_id not in pairs)
         self._lacking = frozenset(self.lacking)
@@ -113,7 +113,9 @@ class VocabularyMap:
         """Tokens of the draft that may spell others, by their bytes."""
         special = frozenset(self._draft.special_tokens.values())
         usable = [i for i in reversed(self._draft.token_ids) if i in self._new_ids and i not in special]
-        usable.sort(key=self._draft.is_byte_token, reverse=True)  # the last token with the same bytes is used
+        usable.sort(
+            key=self._draft.is_byte_token, reverse=True
+        )  # the dictionary keeps the last token with the same bytes
         return {self._draft.token_bytes(draft_id): draft_id for draft_id in usable}
 
     @cached_property
@@ -122,7 +124,7 @@ class VocabularyMap:
 
 
 def _pairs(target: Tokenizer, draft: Tokenizer, num_rows: int) -> dict[int, int]:
-    """Returns the draft's token for each token of the target that the draft has. No draft token occurs twice."""
+    """Returns the draft's ID of each target token that the draft has, by the target's ID. No draft ID occurs twice."""
     if target.has_tokens_of(draft):
         return {token_id: token_id for token_id in target.token_ids if token_id < num_rows}
     meanings = dict(_meanings(target))
@@ -138,10 +140,10 @@ def _pairs(target: Tokenizer, draft: Tokenizer, num_rows: int) -> dict[int, int]
 
     for token_id, meaning in meanings.items():
         pair(token_id, meaning)
-    # A part of a character is a byte token for one model only if the other's vocabulary is byte-level.
+    # A byte of a character is a byte token in SentencePiece, but an ordinary token in a byte-level vocabulary.
     for token_id, (spelling, is_special, is_byte) in meanings.items():
         pair(token_id, (spelling, is_special, not is_byte))
-    # An added token may be special for one model only. The ends of a text may have other names.
+    # An added token may be special in one model only. The tokens that begin and end a text may have other names.
     for token_id in target.added_tokens:
         spelling, is_special, is_byte = meanings[token_id]
         pair(token_id, (spelling, not is_special, is_byte))
@@ -161,7 +163,7 @@ def _meanings(tokenizer: Tokenizer) -> Iterator[tuple[int, _Meaning]]:
 def _rows(pairs: Mapping[int, int], num_ids: int, num_rows: int) -> list[int]:
     """Returns the draft's row of each new ID: first those of the target's IDs, then the draft's other rows.
 
-    As many rows as possible keep their place. An ID that the draft lacks has any row.
+    Keeps rows in place where possible. IDs of missing tokens get arbitrary rows.
     """
     rows = [pairs.get(token_id) for token_id in range(num_ids)]
     others = set(range(num_rows)) - set(pairs.values())

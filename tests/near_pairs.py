@@ -1,4 +1,4 @@
-"""Models whose vocabularies differ a little from those of the bundled ones, in temporary folders."""
+"""Makes models whose vocabularies differ slightly from those of the bundled models, in temporary folders."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cluster.model_folder import resolve_model_folder
 from cluster.tokenization import Tokenizer
 
 TARGET, DRAFT = "outrider-target-12m", "outrider-draft-2m"
-_EMBEDDING = "model.embed_tokens.weight"  # also the head: the bundled models tie them
+_EMBEDDING = "model.embed_tokens.weight"  # also the head, because the bundled models tie both
 
 
 def padded(model: str, folder: Path, rows: Sequence[int | None]) -> Path:
@@ -26,7 +26,7 @@ def padded(model: str, folder: Path, rows: Sequence[int | None]) -> Path:
 
 
 def permuted(model: str, folder: Path, new_ids: Mapping[int, int]) -> Path:
-    """Gives tokens other IDs, and moves their rows along."""
+    """Gives tokens other IDs, and moves their rows of the embedding accordingly."""
     copied = _copy(model, folder)
 
     def moved(old: torch.Tensor) -> torch.Tensor:
@@ -56,7 +56,7 @@ def without_tokens(model: str, folder: Path, tokens: Sequence[str]) -> Path:
 
 
 def word_tokenizer(folder: Path, tokens: Mapping[str, int], special: Sequence[str] = ()) -> Tokenizer:
-    """A tokenizer whose tokens are whole words, written to `folder`."""
+    """Writes a tokenizer whose tokens are whole words to `folder`."""
     added = [
         {"id": tokens[token], "content": token, "special": True, "normalized": False}
         | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
@@ -95,7 +95,7 @@ def _change_embedding(folder: Path, change: Callable[[torch.Tensor], torch.Tenso
 
 
 class _Json:
-    """A JSON file that is written back when the context ends."""
+    """Yields the content of a JSON file, and writes it back when the context ends."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -19,7 +19,7 @@ from cluster.config.workers import DraftConfig, TargetConfig, WorkerConfig, mode
 
 V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 "Environment variable of vLLM: 1 for its V2 model runner, 0 for V1."
-_COUPLED_ON_V2 = ("draft_model", "eagle", "eagle3", "mtp")  # vLLM's methods that draw under the shared noise there
+_COUPLED_ON_V2 = ("draft_model", "eagle", "eagle3", "mtp")  # methods of vLLM that use the shared noise on V2
 
 
 class TracingConfig(Section):
@@ -210,7 +210,7 @@ class Config(Section):
 
     @property
     def names_target(self) -> bool:
-        """True if `target.model` was set, so that a draft worker that runs alone knows its targets' model."""
+        """True if `target.model` was set, so that a separately started draft worker knows its target's tokenizer."""
         return "model" in self.target.model_fields_set
 
     def tokenizer_mismatch(self, num_common: int, num_tokens: int) -> str:
@@ -260,7 +260,7 @@ class Config(Section):
         method = self.draft.speculative_config.get("method")
         if self.draft.drafter == "engine" and method not in _COUPLED_ON_V2:
             return f"draft.speculative_config.method {method}"
-        arguments = self.target.engine_args  # all ranks read the drafts of a step from one machine's memory
+        arguments = self.target.engine_args  # all ranks read the drafts from shared memory of one machine
         if arguments.get("nnodes", 1) != 1:
             return "target.engine_args.nnodes"
         if arguments.get("distributed_executor_backend") not in (None, "mp"):

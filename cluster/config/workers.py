@@ -136,8 +136,8 @@ class WorkerConfig(Section):
 class TargetConfig(WorkerConfig):
     model: str = Field(
         "outrider-target-12m",
-        description="Hugging Face folder, hub name, or the name of a bundled model; router and draft "
-        "workers read its tokenizer too",
+        description="Hugging Face folder, hub name, or the name of a bundled model; the router and the "
+        "draft workers also read its tokenizer",
     )
     replicas: PositiveInt = Field(1, description="number of target workers that the launcher starts")
     max_waiting_tokens: PositiveInt = Field(
@@ -153,8 +153,8 @@ class TargetConfig(WorkerConfig):
     numerics: Numerics = Field(
         "fast",
         description="fast: logits may differ in their last bits with the batch; invariant: the same bits for any "
-        "batch and any division of the work, or the worker does not start; engine torch needs AVX-512 for it on "
-        "a CPU, and on a GPU Triton and groups of a multiple of 32 in int4",
+        "batch and any division of the work, or the worker does not start; with engine torch, a CPU needs "
+        "AVX-512 for it, and a GPU needs Triton and, in int4, a quantization_group_size that is a multiple of 32",
     )
     generation_config: Literal["auto", "none"] = Field(
         "auto",
@@ -180,8 +180,8 @@ class TargetConfig(WorkerConfig):
 class DraftConfig(WorkerConfig):
     model: str = Field(
         "outrider-draft-2m",
-        description="Hugging Face folder, hub name, or the name of a bundled model, with most of the target's tokens "
-        "(`docs/MODELS.md`); read only if drafter is model, parallel or vllm",
+        description="Hugging Face folder, hub name, or the name of a bundled model, with at least half of the target's "
+        "tokens (`docs/MODELS.md`); read only if drafter is model, parallel or vllm",
     )
     replicas: Annotated[int, Field(ge=0)] = Field(
         1, description="number of draft workers that the launcher starts; 0: no speculation"

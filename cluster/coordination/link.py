@@ -176,14 +176,14 @@ class DraftLink:
         self._refusal = refusal or self._refusal
 
     async def _check_pair(self, stub: draft_pb2_grpc.DraftStub) -> None:
-        """Stores the worker's model. Raises ConfigurationError if it does not propose the target's token IDs."""
+        """Stores the worker's model. Raises ConfigurationError if its tokenizer's fingerprint is not the target's."""
         description = await stub.Describe(types_pb2.DescribeRequest(), timeout=_DESCRIBE_TIMEOUT_SECONDS)
         fingerprint = description.model.tokenizer_fingerprint
         if fingerprint != self._tokenizer_fingerprint:
             raise ConfigurationError(
                 f"draft worker {self.address} ({description.model.name}) is not used: its tokenizer "
-                f"{fingerprint} differs from the target's {self._tokenizer_fingerprint}; if the worker has most of the "
-                "target's tokens, set target.model in its configuration"
+                f"{fingerprint} differs from the target's {self._tokenizer_fingerprint}; if its draft has most of the "
+                "target's tokens, set target.model in the worker's configuration"
             )
         self.model, self.is_one_pass = _label(description.model), description.is_one_pass
 

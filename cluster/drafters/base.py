@@ -23,9 +23,8 @@ class DraftSequence:
     than its children. Extending a node gives it children with consecutive numbers, the likeliest first. The main path
     goes from likeliest child to likeliest child. A chain has no other nodes.
 
-    If the draft lacks a committed token of the target, the sequence has several of the draft's tokens for it. The
-    drafts after them are single tokens of the target, so the positions of all drafts differ from the target's by
-    `num_added`.
+    If the draft lacks a committed token of the target, the sequence holds several of the draft's tokens in its place.
+    Each draft is one token of the target, so the positions of all drafts are `num_added` above the target's.
     """
 
     token_ids: list[int]
@@ -38,7 +37,7 @@ class DraftSequence:
     cache_root: bytes = b""  # KV is shared only between sequences with the same root
     width: int = 1  # maximum number of children of a node
     num_committed: int = 0
-    num_added: int = 0  # committed tokens here minus committed tokens of the target
+    num_added: int = 0  # number of committed tokens here minus the target's number of committed tokens
     is_exhausted: bool = False  # whether the drafter cannot propose anything after the committed tokens
     to_extend: list[int] = field(default_factory=list)  # nodes to extend in the next step; empty: the main path's end
     parents: list[int] = field(default_factory=list)
@@ -187,9 +186,9 @@ class DraftSequence:
     def commit(self, base: int, token_ids: Sequence[int], num_added: int = 0) -> list[int] | None:
         """Commits `token_ids`, which follow the target's first `base` tokens, and keeps the drafts that still fit.
 
-        `num_added`: how many more they are than the target's tokens. Returns the kept nodes in order: first the nodes
-        that were committed, then the nodes of the new tree. Returns None and changes nothing if `token_ids` end before
-        the known committed tokens. `is_behind(base)` must be False.
+        `num_added`: number of `token_ids` minus the number of the target's tokens that they spell. Returns the kept
+        nodes in order: first the nodes that were committed, then the nodes of the new tree. Returns None and changes
+        nothing if `token_ids` end before the known committed tokens. `is_behind(base)` must be False.
         """
         assert not self.is_behind(base)
         if base + len(token_ids) - num_added < self.base:
@@ -203,7 +202,7 @@ class DraftSequence:
                 break
             came_true.append(child)
             node = child
-        # If the target chose a token that is not a draft, or drafts were drawn for other positions, none fits any more.
+        # No draft fits if the target chose another token, or if `num_added` shifts the positions of the drafts.
         still_fit = len(came_true) == len(news) and num_added == 0
         rest = descendants_of(node, self.parents) if still_fit else []
         self._replant(news, node, rest)
@@ -235,7 +234,7 @@ class Drafter(ABC):
     """Proposes tokens. Not thread-safe. Extends the sequences that it gets in place."""
 
     max_model_len: int
-    vocab_size: int  # sequences with other token IDs cannot be drafted without a `vocabulary`
+    vocab_size: int  # without a `vocabulary`, token IDs of a sequence must be smaller
     vocabulary: VocabularyMap | None = None  # None: the target's token IDs are the drafter's
     dtype: str
     num_blocks: int  # blocks of the KV cache

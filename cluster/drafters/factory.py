@@ -28,7 +28,7 @@ from cluster.vocabulary_map import VocabularyMap
 def make_drafter(config: Config, progress: Progress | None = None, vocabulary: VocabularyMap | None = None) -> Drafter:
     """Returns the drafter that `config` names, with its model loaded. Raises ConfigurationError.
 
-    `vocabulary`: the result of `draft_vocabulary`; None: the draft has the target's tokens.
+    `vocabulary`: the result of `draft_vocabulary`; None: the draft uses the target's token IDs.
     """
     return _DRAFTERS[config.draft.drafter](config, progress, vocabulary)
 

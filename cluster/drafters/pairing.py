@@ -15,15 +15,16 @@ from cluster.vocabulary_map import VocabularyMap
 
 logger = logging.getLogger(__name__)
 
-_LEAST_SHARE = 0.5  # of the target's tokens that the draft must have
+_LEAST_SHARE = 0.5  # smallest share of the target's tokens that the draft must have
 
 
 def draft_vocabulary(config: Config) -> VocabularyMap | None:
     """Returns the map from the tokens of `config.target.model` to those of `config.draft.model`.
 
-    Returns None if the drafter has no tokenizer of its own, or if the target's cannot be read on this machine, so that
-    the draft's must be equal. Raises ConfigurationError if the draft has less than half of the target's tokens, or if
-    the drafter needs all of them and lacks some. Raises it also for a pair in vLLM whose vocabularies differ in size.
+    Returns None if nothing is mapped: the drafter has no tokenizer of its own, the target's tokenizer cannot be read on
+    this machine, or `acceptance: rejection` has a pair with equal tokenizers. Raises ConfigurationError if the draft
+    has less than half of the target's tokens. Raises it, too, if tokenizers differ with `acceptance: rejection`, token
+    IDs differ for a draft in vLLM, or embeddings differ in size for a pair in one vLLM process.
     """
     if not config.draft_has_tokenizer:
         return None
@@ -65,7 +66,7 @@ def _check_sizes(config: Config) -> None:
 
 
 def _num_rows(model: str) -> int | None:
-    """Returns the rows of the embedding; None if config.json names them in another way than usual."""
+    """Returns the number of rows of the embedding; None if config.json has no `vocab_size`."""
     values: dict[str, Any] = json.loads((resolve_model_folder(model) / "config.json").read_text(encoding="utf-8"))
     number: int | None = values.get("text_config", values).get("vocab_size")
     return number

@@ -16,7 +16,7 @@ class Proposable:
         if vocabulary is not None and vocabulary.lacking:
             self._lacking = torch.tensor(vocabulary.lacking, device=device)
 
-    @torch.inference_mode()  # as the model that made the logits
+    @torch.inference_mode()  # the model computes logits in this mode, too
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
         """Returns the logits of the target's IDs, a view of `logits` [num_rows, draft's vocabulary].
 

@@ -1,4 +1,4 @@
-"""Converts the target's tokens, which links carry, to the drafter's tokens."""
+"""Converts the target's token IDs, which links carry, to the drafter's token IDs."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Spelling:
         self._num_committed = self._num_lacking = 0
 
     def readings(self) -> Iterator[Reading]:
-        """Any thread."""
+        """Yields the vocabulary coverage. Thread-safe."""
         number, num_lacking = self._num_committed, self._num_lacking
         coverage = 1.0 - num_lacking / number if number else 1.0
-        what = "Share of the targets' committed tokens that are one token in the draft's vocabulary; prompts apart."
+        what = "Share of the targets' committed tokens that are one token in the draft's vocabulary, without prompts."
         yield Reading("outrider_draft_vocabulary_coverage", what, coverage)
 
     def knows(self, token_ids: Sequence[int]) -> bool:
-        """Returns True if the drafter has tokens for `token_ids`; a target with the same tokenizer may have more."""
+        """Returns True if the drafter can read `token_ids`; False for IDs above its vocabulary if it has no map."""
         return self._drafter.vocabulary is not None or max(token_ids, default=0) < self._drafter.vocab_size
 
     def open(self, opening: Open) -> DraftSequence | None:
@@ -56,7 +56,7 @@ class Spelling:
         )
 
     def advance(self, sequence: DraftSequence, advance: Advance) -> tuple[Advance, int]:
-        """Returns `advance` in the drafter's tokens, and how many more they are than the target's.
+        """Returns `advance` in the drafter's tokens, and how many tokens the conversion added.
 
         The sequence must not be behind.
         """

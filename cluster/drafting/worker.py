@@ -353,7 +353,7 @@ class DraftWorker:
     def _open(self, link: int, opening: Open) -> bool:
         """Opens a sequence; replaces a sequence with the same ID. Returns False if the sequence cannot be opened.
 
-        This is the case if there is no room, or if the drafter has no tokens for those of `opening`.
+        It cannot be opened if there is no room, or if the drafter cannot read the tokens of `opening`.
         """
         known = self._entries.get((link, opening.wire_id))
         if known is not None:

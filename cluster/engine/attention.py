@@ -1,4 +1,4 @@
-"""Attention of a packed step over the paged KV cache, in PyTorch's operators."""
+"""Attention of a packed step over the paged KV cache with PyTorch's operators."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class _View:
 
 
 class GatheredAttention:
-    """Attention of a step's rows, made once per step and used in every layer.
+    """Attention of a step's rows. One object serves all layers of a step.
 
-    Makes one call for every segment, over keys and values gathered from its blocks, and reads the lengths of segments
-    back to the host.
+    Calls PyTorch once for every segment, with keys and values gathered from its blocks. Copies the segments' lengths
+    from the device to the host.
     """
 
     def __init__(self, batch: Batch, block_size: int) -> None:

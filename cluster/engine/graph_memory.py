@@ -67,8 +67,8 @@ def graph_bytes(
 ) -> int:
     """Returns the bytes of recorded steps of `sizes` rows over contexts of up to `max_context` tokens.
 
-    `value_bytes` is the size of a value in the model's dtype. `has_parts`: whether products have a fixed order, as with
-    invariant numerics or quantized weights.
+    `value_bytes` is the size of a value in the model's dtype. `has_parts`: whether products sum parts in a fixed order,
+    as with invariant numerics or quantized weights.
     """
     largest = max(sizes)
     inputs = 8 * largest * (_NUM_INPUTS + -(-max_context // block_size))
@@ -93,8 +93,8 @@ def _parts_bytes(model: StepModel, num_rows: int, value_bytes: int) -> int:
 
 def _step_bytes(model: StepModel, num_rows: int, max_context: int, value_bytes: int) -> int:
     queries, keys = model.num_heads * model.head_dim, 2 * model.num_kv_heads * model.head_dim
-    # The residual, its sum and its norm; heads before and after the rotation, and what they attend to; the two halves
-    # of the gate and their product.
+    # The residual, the sum and the norm; heads before and after the rotation, and the attention's output; the two
+    # halves of the gate and their product.
     in_dtype = 4 * model.hidden_size + (queries + keys) + 2 * queries + 3 * model.intermediate_size
     logits = model.vocab_size * (value_bytes + 4)
     return num_rows * (value_bytes * in_dtype + logits + _splits_bytes(model, num_rows, max_context))

@@ -80,10 +80,10 @@ def load_model(
     """Reads `folder` (config.json, one or several .safetensors). Raises ConfigurationError if it is incomplete.
 
     `layers`: layers to read; None: all. `form`: by default the result of `form_on` for `numerics`. `ends`: weights of
-    the same model on the same device; the result shares their embedding, last norm and head. `rows`: the rows of
-    embedding and head in their new order, so that token i of the result is token `rows[i]` of the folder; None: as
-    they are. `num_outputs`: tokens that need logits; None: all. On a GPU it is ignored, so that the head keeps the
-    checkpoint's size, which suits the kernels of products.
+    the same model on the same device; the result shares their embedding, last norm and head. `rows`: new order of
+    the rows of embedding and head, in which token i is token `rows[i]` of the folder; None: the folder's order.
+    `num_outputs`: number of tokens that need logits; None: all. A GPU ignores it and computes all logits, because the
+    checkpoint's size suits the kernels of products.
     """
     config = ModelConfig.from_folder(folder)
     chosen = range(config.num_layers) if layers is None else choose_layers(layers, config.num_layers)

@@ -61,10 +61,10 @@ class ModelConfig:
         return replace(self, num_layers=len(layers), sliding_windows=windows)
 
     def with_rows(self, rows: Sequence[int]) -> ModelConfig:
-        """Returns the same model with the embedding and head that consist of `rows` of its own."""
+        """Returns the configuration with an embedding and a head that consist of the rows `rows` of this model's."""
         mask = self.mask_token_id
         if mask is not None:
-            mask = rows.index(mask) if mask in rows else len(rows)  # an ID that does not exist is reported later
+            mask = rows.index(mask) if mask in rows else len(rows)  # an invalid ID: `model_drafter` reports it
         return replace(self, vocab_size=len(rows), mask_token_id=mask)
 
     @classmethod

@@ -112,7 +112,7 @@ def load_weights(
     rows: Sequence[int] | None = None,
     num_outputs: int | None = None,
 ) -> LoadedModel:
-    """Loads the model that `config` names; `layers` and the following as in `load_model`.
+    """Loads the model that `config` names; `layers` and later parameters as in `load_model`.
 
     Raises ConfigurationError.
     """

@@ -1,4 +1,4 @@
-"""Matrix products of the models in Triton kernels."""
+"""Matrix products of models on a GPU: kernels of this project in Triton, or PyTorch's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class FixedOrderLinear:
 
 
 class GpuWeightFormat(TorchWeightFormat):
-    """PyTorch's products, but quantized weights are multiplied as they are read, where their groups allow it."""
+    """PyTorch's products; quantized weights use the Triton product if their groups are multiples of 32."""
 
     def make_linear(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None = None) -> Linear:
         packed = PackedWeight.of(weight) if isinstance(weight, QuantizedWeight) else None
@@ -31,7 +31,7 @@ class GpuWeightFormat(TorchWeightFormat):
 
 
 class FixedOrderWeightFormat:
-    """A `WeightFormat` for products that sum in a fixed order. Raises ConfigurationError for groups that cannot."""
+    """A `WeightFormat` with a fixed order of sums. Raises ConfigurationError for groups that do not allow it."""
 
     def make_linear(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None = None) -> Linear:
         if not isinstance(weight, QuantizedWeight):

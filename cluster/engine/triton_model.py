@@ -1,4 +1,4 @@
-"""The decoder on a GPU with kernels of our own: no padding, no copies of contexts, few graphs, few kernels a layer."""
+"""The decoder on a GPU with kernels of our own: no padding, no copied contexts, few graphs, few kernels per layer."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 class TritonModel(Model):
     """The decoder in Triton kernels. Its steps copy nothing to the host.
 
-    Steps of chains replay the graphs that `prepare` recorded. cuBLAS computes the products, and chooses a kernel by the
-    number of rows; all other kernels give a row the same bits in every batch. In `InvariantTritonModel` products do,
-    too.
+    Steps of chains replay the graphs that `prepare` recorded. cuBLAS computes the products of unquantized weights, and
+    chooses a kernel by the number of rows. All other kernels give a row the same bits in every batch. In
+    `InvariantTritonModel` all products do, too.
     """
 
     weight_format: ClassVar[WeightFormat] = GpuWeightFormat()
@@ -122,7 +122,7 @@ class TritonModel(Model):
 class InvariantTritonModel(TritonModel):
     """`TritonModel` for `numerics: invariant`: a row has the same bits in any batch, recorded or not.
 
-    Products, too, are kernels with a fixed order of sums.
+    All products have a fixed order of sums.
     """
 
     weight_format = FixedOrderWeightFormat()

@@ -83,9 +83,9 @@ def _placements(request: ClusterRequest, alone: Option, draft: PlannedModel) -> 
 
 
 def _head_of(target: PlannedModel) -> PlannedModel:
-    """Returns a head of the kind of EAGLE: a layer of `target`, and a projection of token and state (arXiv 2401.15077).
+    """Returns an EAGLE head (arXiv 2401.15077): a layer of `target`, and a projection of token and hidden state.
 
-    Each draft also reads the target's output head, so its parameters count.
+    The parameters of the target's output head count, because each draft step reads them, too.
     """
     assert target.steps is not None
     hidden, vocabulary = target.steps.hidden_size, target.steps.vocab_size * target.steps.hidden_size
@@ -115,7 +115,7 @@ def _apart(
 ) -> Option:
     """Returns the option with the draft on its own GPUs.
 
-    `is_quantized`: whether `draft` is in INT4 although another dtype was asked for.
+    `is_quantized`: whether `draft` is in INT4, but the user requested another dtype.
     """
     rate = request.acceptance_rate
     if is_quantized:

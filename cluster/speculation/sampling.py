@@ -37,7 +37,7 @@ class SampleRequest:
 
     `token_ids` followed by `draft_token_ids` are the sequence's tokens, up to and including the input of the last row.
     If they are m tokens and there are n rows, row j draws the token at position `m - n + 1 + j`. Its penalties count
-    all tokens before that position, including drafts under verification. `position_shift` is added to all positions.
+    all tokens before that position, including drafts under verification. `position_shift` shifts these positions.
     """
 
     params: SamplingParams
@@ -48,7 +48,7 @@ class SampleRequest:
     draft_token_ids: Sequence[int] = ()  # separate, because appending them to `token_ids` would copy the context
     allowed: torch.Tensor | None = None  # int32 [num_rows, ceil(vocab_size / 32)], one bit per allowed token; None: all
     counts: TokenCounts | None = None  # counts of the leading tokens of `token_ids`; None: nothing is counted yet
-    position_shift: int = 0  # position of a token minus its index; not 0 if a draft spells a target's token differently
+    position_shift: int = 0  # position of a token minus its index; not 0 if a target's token has several draft tokens
 
     @property
     def is_shaped(self) -> bool:
@@ -57,7 +57,7 @@ class SampleRequest:
 
     @property
     def first_index(self) -> int:
-        """Index in the tokens of the token that the first row draws."""
+        """Index of the token that the first row draws."""
         return len(self.token_ids) + len(self.draft_token_ids) - self.num_rows + 1
 
     @property
@@ -162,7 +162,7 @@ def _best_by_kernel(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Implements `Sampler.best_tokens` with the CPU kernel.
 
-    Reads rows in place, except for rows of requests with `is_shaped`. The rows of `logits` may be parts of longer rows.
+    Reads rows in place, except for rows of requests with `is_shaped`. `logits` may be a slice of wider rows.
     """
     if width > MAX_WIDTH:
         return _best_by_definition(logits, requests, width)

@@ -120,7 +120,7 @@ def load_readings(load: TargetLoad, num_deferred: int = 0) -> Iterator[Reading]:
     """
     waiting = "Sequences that wait for KV blocks."
     yield Reading("vllm:num_requests_waiting", waiting, load.num_waiting)
-    reasons = "Waiting sequences by reason: for room (capacity), or passed over because of another limit (deferred)."
+    reasons = "Waiting sequences by reason: KV blocks are missing (capacity), or another limit applies (deferred)."
     for reason, number in (("capacity", load.num_waiting - num_deferred), ("deferred", num_deferred)):
         yield Reading("vllm:num_requests_waiting_by_reason", reasons, max(0, number), labels={"reason": reason})
     usage = load.num_used_blocks / load.num_blocks

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from cluster.telemetry.metrics import LATENCY_BUCKETS, Reading, Tally
 
 _STEP_TOKEN_BUCKETS = (1, *(2**power for power in range(3, 15)))
-_PREEMPTION_BUCKETS = (1, 2, 3, 4, 5, 10, 20)  # vLLM's
+_PREEMPTION_BUCKETS = (1, 2, 3, 4, 5, 10, 20)  # buckets of vLLM's histogram
 _PROMPT_TOKEN_BUCKETS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 
 

@@ -88,7 +88,7 @@ class AsyncRoundScheduler(RoundScheduler, AsyncScheduler):
     ) -> dict[int, EngineCoreOutputs]:
         self._landing = self._submitted.popleft()
         self._leaves_prompts = self._landing.leaves_prompts
-        if self._device_rounds is None:  # so that vLLM's metrics count no rows without a draft
+        if self._device_rounds is None:  # otherwise vLLM's metrics would count rows without a draft
             scheduler_output.num_invalid_spec_tokens = {
                 name: number - len(self._landing.drafts.get(name, ()))
                 for name, number in self._landing.num_drafts.items()
@@ -124,7 +124,7 @@ class AsyncRoundScheduler(RoundScheduler, AsyncScheduler):
         return allowed
 
     def readings(self) -> Iterator[Reading]:
-        told = "Steps that ran without drafts, because these took too long or the device could not be waited for."
+        told = "Steps that waited over a second for their drafts, and ran without them."
         yield Reading("outrider_steps_without_drafts", told, self.num_without_drafts, is_counter=True)
 
     @property

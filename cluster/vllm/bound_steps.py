@@ -30,8 +30,8 @@ class _Executed:
     """The last step that a runner of this process executed. Only one runner executes a step at a time."""
 
     states: Any = None  # request states of the runner
-    couplings: SlotCouplings | None = None  # None: nothing couples the runner's sampling
-    bound: BoundStep | None = None  # until its drafts are filled in; None: the step has none
+    couplings: SlotCouplings | None = None  # None: sampling is not coupled
+    bound: BoundStep | None = None  # None: the step is not bound, or its drafts are written already
 
 
 _last = _Executed()
@@ -71,7 +71,7 @@ def _combine(original: Callable[..., Any], *arguments: Any, **options: Any) -> A
 def _keep_mask(
     original: Callable[..., None], worker: Any, logits: torch.Tensor, *arguments: Any, **options: Any
 ) -> None:
-    """Defers the mask until sampling, which works on a copy, so that log-probabilities cover all tokens."""
+    """Defers the mask until sampling. Sampling changes a copy of the logits, so log-probabilities cover all tokens."""
     if _last.couplings is None:
         original(worker, logits, *arguments, **options)
         return

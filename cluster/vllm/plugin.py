@@ -1,8 +1,7 @@
 """The entry point `vllm.general_plugins`: vLLM calls `register` in every process that it starts.
 
-vLLM calls `register` in every installation that has this package. So `register` only wraps two functions, and the
-wrappers do nothing unless our target worker runs, or `--additional-config '{"outrider": {"draft_addresses": [...]}}'`
-is set:
+This includes processes that do not use Outrider, so `register` only wraps two functions. The wrappers do nothing
+except in our target worker, or with `--additional-config '{"outrider": {"draft_addresses": [...]}}'`:
 
     EngineArgs.create_engine_config    Front end: the sampling of requests, and the scheduler with the links.
     init_speculator                    Model runner: drafts come with the steps, or are drawn under the shared noise.

@@ -3,7 +3,7 @@
 #   deploy/docker/try_image.sh WORKDIR cpu|ray|vllm-cuda [buildah's arguments ...]
 # Needs root, debootstrap and buildah. WORKDIR keeps the bases, the images and the log: 3 GB, 25 GB with vllm-cuda.
 # Further arguments go to `buildah bud`: mirrors (--build-arg PIP_INDEX_URL=...), certificates (-v /etc/ssl/certs:/etc/ssl/certs:ro).
-# In place of vLLM's own image, which has no address here, vllm-cuda's base is Debian with vLLM from the index of packages.
+# vllm-cuda is built on Debian with vLLM from PyPI, because this script does not pull vLLM's own image from a registry.
 set -euo pipefail
 work=$(realpath "$1") image=$2; shift 2
 cd "$(dirname "$0")/../.."
@@ -50,13 +50,13 @@ unshare --mount --pid --fork bash -euo pipefail -c '
     PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1)
   cd /
   "${inside[@]}" id
-  ! "${inside[@]}" touch /usr/x || { echo "the root can be written to" >&2; exit 1; }
+  ! "${inside[@]}" touch /usr/x || { echo "the root is writable" >&2; exit 1; }
   ! "${inside[@]}" which gcc || { echo "there is a compiler" >&2; exit 1; }
   if [ "$image" = vllm-cuda ]; then
-    # Without a GPU it must say so, and end.
+    # Without a GPU it must exit with status 2.
     status=0; timeout 120 "${inside[@]}" outrider target --set target.listen=127.0.0.1:18001 --set target.engine=vllm \
       --set target.device=cuda || status=$?
-    [ $status = 2 ] || { echo "it ended with $status without a GPU" >&2; exit 1; }
+    [ $status = 2 ] || { echo "outrider target exited with status $status without a GPU" >&2; exit 1; }
     exit
   fi
   launcher=(); [ "$image" = ray ] && launcher=(--launcher ray)

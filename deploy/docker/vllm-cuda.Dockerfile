@@ -1,7 +1,7 @@
 # The image `vllm-cuda`: make images, or
 #   docker build -f deploy/docker/vllm-cuda.Dockerfile -t outrider:0.1.0-vllm-cuda .
 # With Ray, as `ray-vllm-cuda` for KubeRay and for targets over several nodes: --build-arg EXTRAS=ray
-# vLLM's own image has torch, CUDA and vLLM as they belong together. `deploy/docker/try_image.sh` builds on Debian instead.
+# vLLM's own image has matching versions of torch, CUDA and vLLM. `deploy/docker/try_image.sh` builds on Debian instead.
 ARG BASE=vllm/vllm-openai:v0.32.0
 
 FROM ${BASE} AS build

@@ -50,7 +50,7 @@ def _fits_in_vllm(config: Config) -> bool:
     try:
         draft_vocabulary(_placed(config, "in-process"))
     except ConfigurationError:
-        return False  # a draft worker may accept them; otherwise `check_models` reports the error
+        return False  # a draft worker may accept this pair; if not, `check_models` reports the error
     return True
 
 

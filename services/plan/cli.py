@@ -193,7 +193,7 @@ def _request(arguments: argparse.Namespace, efficiency: Efficiency) -> ClusterRe
 def _drafts(text: str) -> tuple[PlannedModel, ...]:
     specs = dict.fromkeys(part.strip() for part in text.split(","))
     if "" in specs:
-        raise ConfigurationError(f"--draft {text!r}: write models, such as 7B,1B:int4")
+        raise ConfigurationError(f"--draft {text!r}: write a list of models, such as 7B,1B:int4")
     return tuple(map(PlannedModel.parse, specs))
 
 

@@ -17,7 +17,7 @@ from cluster.telemetry.metrics import LATENCY_BUCKETS, Tally
 ROUTER_ENGINE = "router"  # value of vLLM's label `engine` on a router's page, which covers all its targets
 
 Rejection = Literal["max_num_queued_reqs", "max_num_queued_tokens"]
-"vLLM's names of the limits for which a request is refused."
+"vLLM's names of the limits that requests are refused for."
 
 _TOKEN_BUCKETS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 _CHOICE_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
@@ -128,14 +128,14 @@ class RouterMetrics:
         )
         self._rejections = Counter(
             "vllm:admission_rejections",
-            "Requests refused because of a limit: of requests at once (max_num_queued_reqs) or of prompt tokens "
+            "Requests refused by reason: too many requests (max_num_queued_reqs), or too many waiting prompt tokens "
             "(max_num_queued_tokens).",
             ["model_name", "reason"],
             registry=registry,
         )
         self._parsed_for_calls = Counter(
             "vllm:tool_call_parser_invocations",
-            "Choices that were read for calls of tools, once each, by whether they had one.",
+            "Choices parsed for tool calls, each counted once, by whether they had a tool call.",
             ["model_name", "mode", "outcome", "request_type"],
             registry=registry,
         )
@@ -196,7 +196,7 @@ class RouterMetrics:
     def count_prompt(self, num_tokens: int, num_cached: int, num_predicted: int) -> None:
         """Counts a prompt of `num_tokens`.
 
-        `num_cached` tokens were in the target's prefix cache, and the router had expected `num_predicted` there.
+        `num_cached`: tokens in the target's prefix cache. `num_predicted`: tokens that the router expected there.
         """
         self._prompt_tokens.inc(num_tokens)
         self._prompt_tokens_cached.inc(num_cached)
@@ -209,7 +209,7 @@ class RouterMetrics:
         self._rejections.labels(self._model_name, reason).inc()
 
     def count_parsed(self, request_type: str, *, is_streamed: bool, has_call: bool) -> None:
-        """Counts one choice that was read for calls of tools."""
+        """Counts one choice that was parsed for tool calls."""
         mode, outcome = "streaming" if is_streamed else "non_streaming", "tool_call" if has_call else "no_tool_call"
         self._parsed_for_calls.labels(self._model_name, mode, outcome, request_type).inc()
 

@@ -14,7 +14,7 @@ from tests.soak import length
 SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # that a program may have
 KERNELS = list(kernels())
 SOME = [one for one in CAPABILITIES if one != 86]  # 8.6 has the limits of 8.9
-# Short forms compile each kernel once, for the architectures in turn.
+# The short run compiles each kernel for one architecture only, and takes the architectures in turn.
 CASES = length(
     [(kernel, SOME[number % len(SOME)]) for number, kernel in enumerate(KERNELS)],
     list(itertools.product(KERNELS, CAPABILITIES)),

@@ -18,7 +18,7 @@ NewTokenizer = Callable[..., Tokenizer]
 
 @pytest.fixture
 def new_tokenizer(tmp_path: Path) -> NewTokenizer:
-    """new_tokenizer(tokens, special): by ID or in order."""
+    """Returns new_tokenizer(tokens, special); `tokens` maps tokens to IDs, or lists them in order of IDs."""
     made = 0
 
     def make(tokens: Mapping[str, int] | Sequence[str], special: Sequence[str] = ()) -> Tokenizer:
@@ -65,7 +65,7 @@ def test_missing_tokens_are_spelled_by_bytes(tmp_path: Path) -> None:
     target, draft = bundled(TARGET), Tokenizer(without_tokens(DRAFT, tmp_path / "d", ["Ġthe", "Ġself"]))
     vocabulary = VocabularyMap(target, draft, NUM_TOKENS)
     assert sorted(target.tokens(vocabulary.lacking)) == ["Ġself", "Ġthe"]
-    assert vocabulary.rows is None  # the draft's tokens at these IDs are only read
+    assert vocabulary.rows is None  # the draft's own tokens at the missing IDs are only read
     token_ids = target.encode("for the self")
     spelled = vocabulary.spell(token_ids)
     assert len(spelled) > len(token_ids)
@@ -83,12 +83,12 @@ def test_a_part_of_a_character_is_spelled_too(token: bytes, tmp_path: Path) -> N
     spelled = VocabularyMap(target, draft, NUM_TOKENS).spell([token_id])
     assert b"".join(map(draft.token_bytes, spelled)) == (
         token if len(token) > 1 else b""
-    )  # no token is a part of a byte
+    )  # a single byte has no smaller parts
 
 
 @pytest.mark.parametrize("small", [True, False])
 def test_vocabularies_of_quite_other_sizes(small: bool) -> None:
-    """Every target token is itself, or the same bytes in tokens of the draft."""
+    """A target token that the draft lacks is spelled by draft tokens with the same bytes."""
     other = "outrider-draft-smollm2-135m"
     target, draft = (bundled(other), bundled(DRAFT)) if small else (bundled(TARGET), bundled(other))
     vocabulary = VocabularyMap(target, draft, draft.vocab_size)
@@ -106,7 +106,7 @@ class TestSpecialTokens:
         target = new_tokenizer(["a", "b", "<s>", "?"], special=["<s>"])
         draft = new_tokenizer(["a", "<s>", "b", "?"])
         vocabulary = VocabularyMap(target, draft, 4)
-        assert vocabulary.rows == (0, 2, 1, 3)  # they are the same after all: nothing else pairs with them
+        assert vocabulary.rows == (0, 2, 1, 3)  # they pair, because no other token does
         both = new_tokenizer(["<s>", "a", "b", "?", "<t>"], special=["<t>"])
         assert VocabularyMap(target, both, 5).num_common == 4
 
@@ -122,11 +122,11 @@ class TestSpecialTokens:
         draft = new_tokenizer(["a", "b", "<box>", "?"], special=["<box>"])
         vocabulary = VocabularyMap(target, draft, 4)
         assert (vocabulary.lacking, vocabulary.rows, vocabulary.num_common) == ((2,), None, 3)
-        assert vocabulary.spell([0, 2, 1]) == [0, 1]  # no tokens of the draft spell it
+        assert vocabulary.spell([0, 2, 1]) == [0, 1]  # the draft has no tokens for its bytes
 
 
 def test_a_special_token_that_the_draft_lacks_is_spelled_as_text(tmp_path: Path) -> None:
-    """As with a distilled Qwen model, whose IDs of some special tokens mean others in its base model."""
+    """In a distilled Qwen model, some IDs of special tokens mean other tokens than in its base model."""
     folder = padded(DRAFT, tmp_path / "d", [])
     definition = (folder / "tokenizer.json").read_text(encoding="utf-8")
     (folder / "tokenizer.json").write_text(definition.replace("<|im_end|>", "<|box_end|>"), encoding="utf-8")

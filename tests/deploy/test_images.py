@@ -34,7 +34,7 @@ def test_the_image_is_built_with_them() -> None:
 
 @pytest.mark.parametrize("dockerfile", ["Dockerfile", "vllm-cuda.Dockerfile"])
 def test_the_last_stage_has_no_compiler_and_no_root(dockerfile: str) -> None:
-    """Checks the text only. `try_image.sh` builds and tries the first image; the other's base is not available here."""
+    """Checks the text only. `try_image.sh` builds and runs the images."""
     last = (DOCKER / dockerfile).read_text(encoding="utf-8").rpartition("\nFROM ")[2]
     assert "gcc" not in last
     users = [line.split()[1] for line in last.splitlines() if line.startswith("USER ")]

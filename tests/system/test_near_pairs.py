@@ -1,4 +1,4 @@
-"""A draft whose vocabulary is not quite the target's, in a cluster of processes."""
+"""Draft with a slightly different vocabulary than the target's, in a cluster of processes."""
 
 from __future__ import annotations
 

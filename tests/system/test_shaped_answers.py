@@ -31,7 +31,7 @@ from tests.system.shaped_cases import (
 from tests.system.support import assert_table_is_true
 
 BODIES = dict(shaped_bodies())
-# In turn: each constraint, and each kind of sampling, with both.
+# The short run alternates between the two depths; the long run uses both for every body.
 DEPTHS = {name: length((1 if number % 2 else 5,), (1, 5)) for number, name in enumerate(BODIES)}
 BODIES_OF_TREES = length(one_of_each_constraint(), BODIES)
 NUM_SCHEMA_ANSWERS = length(80, 200)

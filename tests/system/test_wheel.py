@@ -28,9 +28,9 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in 
 
 @pytest.fixture(scope="session")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the sdist, and the wheel that is built from it.
+    """Returns a folder with the sdist, and the wheel that is built from it.
 
-    Fully optimized, the kernels take half a minute to compile, as they do at installation.
+    Compiles the kernels with -O1, because a full optimization, as at installation, takes half a minute.
     """
     folder = tmp_path_factory.mktemp("dist")
     environment = os.environ | {"OUTRIDER_RELEASE": "1"}

@@ -14,7 +14,7 @@ OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 @triton.jit  # type: ignore[untyped-decorator]
 def gate_kernel(output, gate_up, length, columns: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Program (row, part): multiplies a part of the row's second half by the activation of its first half."""
+    """Program (row, part): multiplies a part of the row's second half by the activation of the first half."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * columns + tl.arange(0, columns)
     is_there = place < length
@@ -33,7 +33,7 @@ def constants() -> dict[str, Any]:
 def gated(gate_up: torch.Tensor) -> torch.Tensor:
     """Returns silu(gate) * up, [num_rows, length]. `gate_up` [num_rows, 2 * length]: gate and up, contiguous.
 
-    The activation is rounded to the dtype before the product, as by PyTorch's operators.
+    The activation is rounded to the dtype before the product, as in PyTorch's operators.
     """
     num_rows, length = len(gate_up), gate_up.shape[1] // 2
     output = torch.empty(num_rows, length, dtype=gate_up.dtype, device=gate_up.device)

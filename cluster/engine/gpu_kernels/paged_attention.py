@@ -270,7 +270,7 @@ OF_MERGE = ("head_dim", "padded_dim", "path_len", "split_len")
 
 
 class PagedAttention:
-    """Attention of the rows of `batch`, made once per step and used in every layer. It reads no data from the device.
+    """Attention of the rows of `batch`. One object serves all layers of a step. Copies nothing to the host.
 
     `max_context`: upper bound of the contexts' lengths. It determines the number of programs that may share a context,
     but no bit of the result.
@@ -290,7 +290,7 @@ class PagedAttention:
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, span: int) -> torch.Tensor:
         """Returns the causal attention of every segment over its context, as `GatheredAttention.attend`.
 
-        Rows after the last segment, which pad the step, are zeros.
+        Rows after the last segment are padding, and get zeros.
         """
         batch, paths = self._batch, self._paths
         num_rows, num_heads, head_dim = query.shape

@@ -12,8 +12,8 @@ enough tiles to fill a GPU, so one program sums all parts of a tile. Both ways a
 and neither kernel may fuse a product with a sum outside of `tl.dot`. Tiles of different heights use different
 instructions. `check_invariance` tests on the user's GPU that these instructions sum a block in the same order.
 
-Weights in 8 or 4 bits are multiplied as they are read: a block lies within one group, so its sum is multiplied by the
-group's scale. Their integers are exact in every dtype of the activations.
+Weights in 8 or 4 bits are multiplied as they are read: a block lies within one group, so the block's sum is multiplied
+by the group's scale. The integers are exact in every dtype of the activations.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class PackedWeight:
     values: torch.Tensor  # int8 [num_outputs, num_inputs], or two values a byte: uint8 [num_outputs, num_inputs / 2]
     scales: torch.Tensor  # [num_groups, num_outputs], in the dtype of the activations
     bits: int  # 8 or 4
-    block: int  # inputs that are multiplied at once; in 4 bits the low halves of its bytes are its first inputs
+    block: int  # inputs per block; with 4 bits, the low halves of a block's bytes are the first half of its inputs
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -147,7 +147,7 @@ class PackedWeight:
 
     @classmethod
     def of(cls, weight: QuantizedWeight) -> PackedWeight | None:
-        """Returns `weight` for activations of its dtype; None if its groups are not made of whole blocks."""
+        """Packs `weight` for activations of its dtype. Returns None if no block divides its group size."""
         num_outputs = len(weight.values)
         block = next((b for b in _QUANTIZED_BLOCKS[weight.dtype.itemsize] if weight.group_size % b == 0), None)
         if block is None:

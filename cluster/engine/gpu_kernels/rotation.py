@@ -1,7 +1,7 @@
-"""Rotary embedding (Su et al., arXiv 2104.09864) in Triton, which also writes the KV cache.
+"""Triton kernel of the rotary embedding (Su et al., arXiv 2104.09864) that also writes the KV cache.
 
-A program has one head of one row. It norms queries and keys if the model has a norm of each head, rotates them, and
-writes keys and values to the cache.
+Each program processes one head of one row. It normalizes queries and keys if the model has a norm per head, rotates
+them, and writes keys and values to the cache.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def rotate_kernel(  # type: ignore[no-untyped-def]
     query, keys, values, qkv, head_norm, cosines, sines, positions, slots, num_heads, num_kv_heads, slot_stride,
     has_norm: tl.constexpr, head_dim: tl.constexpr, padded_half: tl.constexpr, eps: tl.constexpr
 ):  # fmt: skip
-    """Program (row, head): the heads of a row are those of the query, the keys and the values.
+    """Program (row, head): a row has the heads of the query, then of the keys, then of the values.
 
-    Every product and sum is rounded to the dtype of `query`, as by PyTorch's operators.
+    Rounds every product and sum to the dtype of `query`, as PyTorch's operators do.
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -80,8 +80,9 @@ def rotate_and_write(
     """Returns the rotated query heads, [num_rows, num_heads, head_dim]; writes keys and values of `batch`.
 
     `qkv` [num_rows, (num_heads + 2 * num_kv_heads) * head_dim], contiguous. `head_norm` [num_heads + num_kv_heads,
-    head_dim]: weights of the norms of query and keys; None: they have none. `angles`: cos and sin of every position,
-    [max_position_embeddings, head_dim / 2]. `keys`, `values` [num_slots, num_kv_heads, head_dim].
+    head_dim]: weights of the norms of queries and keys; None: the model has no such norms. `angles`: cos and
+    sin of every position, [max_position_embeddings, head_dim / 2]. `keys`, `values` [num_slots, num_kv_heads,
+    head_dim].
     """
     num_rows, (_, num_kv_heads, head_dim) = len(qkv), keys.shape
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads

@@ -6,7 +6,7 @@ TILE = 32  # queries that share a read of keys and values: rows of one segment t
 SPLIT = 512  # positions of a split; constant, because it determines the order of sums
 PARTS = 32  # maximum number of programs that share the splits of a tile
 _FULL = 256  # tiles times KV heads that fill a GPU without splits; not measured
-_MOST_SPLITS = 2**13  # of all rows: 134 MB for 32 query heads of 128; 32 rows over 131,072 positions
+_MOST_SPLITS = 2**13  # limit of rows times splits, such as 32 rows over 131,072 positions; 136 MB for 32 heads of 128
 
 
 def padded_group(group: int) -> int:
@@ -22,8 +22,8 @@ def num_tiles(num_rows: int, num_segments: int, group: int) -> int:
 def uses_splits(num_rows: int, num_kv_heads: int, group: int, num_splits: int) -> bool:
     """Returns True if several programs must share the splits of a tile to fill a GPU.
 
-    Rows are assumed to be those of few segments, as this is not known when a step is recorded. With one row in each
-    segment there are more tiles, and the second kernel costs little.
+    Assumes that the rows belong to few segments, because the number of segments is unknown when a step is recorded.
+    If each segment has one row, there are more tiles than assumed, but the second kernel costs little.
     """
     num_tiles_at_least = num_rows // (TILE // padded_group(group))
     return num_splits > 1 and num_tiles_at_least * num_kv_heads < _FULL and num_rows * num_splits <= _MOST_SPLITS

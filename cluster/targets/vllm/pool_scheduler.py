@@ -15,7 +15,7 @@ from cluster.vllm.scheduler import EngineStep, RoundScheduler
 
 
 class PoolScheduler(RoundScheduler):
-    """`RoundScheduler` with links to draft workers. A subclass calls `connect`, and sets `rounds`."""
+    """`RoundScheduler` with links to draft workers. Subclasses call `connect` and set `rounds`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -26,12 +26,12 @@ class PoolScheduler(RoundScheduler):
     def connect(
         self, new_pool: Callable[[], DraftPool], speculation: SpeculationConfig, addresses: Sequence[str] = ()
     ) -> None:
-        """Starts the links. `addresses`: the draft workers; without any, `Links.follow` sets them later."""
+        """Starts the links. `addresses`: addresses of the draft workers; if empty, `Links.follow` sets them later."""
         self.links = Links(new_pool, addresses)
         self._speculation = speculation
 
     def coordinated_rounds(self, step_times: Sequence[tuple[int, float]] = ()) -> CoordinatedRounds:
-        """Returns new rounds over the links. `step_times`: pairs of rows and seconds that were measured before."""
+        """Returns new rounds over the links. `step_times`: measured pairs of rows and seconds."""
         limits = StepLimits(
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_running_reqs,

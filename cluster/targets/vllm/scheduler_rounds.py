@@ -211,7 +211,7 @@ class Links:
     """Runs the links of a draft pool in a thread with its own event loop."""
 
     def __init__(self, new_pool: Callable[[], DraftPool], addresses: Sequence[str] = ()) -> None:
-        """`addresses`: the draft workers, whose names and files are followed; without any, `follow` sets them."""
+        """`addresses`: addresses of the draft workers, watched for changes; if empty, `follow` sets them."""
         self._new_pool = new_pool
         self.pool = new_pool()
         self._addresses = addresses

@@ -78,7 +78,7 @@ def check(config: Any) -> None:
     parallel = config.parallel_config
     if config.num_speculative_tokens and (parallel.nnodes > 1 or parallel.pipeline_parallel_size > 1):
         raise ConfigurationError(
-            "drafts reach the ranks through shared memory, and all ranks wait for the same step: run the engine on one "
+            "all ranks read the drafts of the same step from shared memory: run the engine on one "
             "node without pipeline parallelism, or set outrider.draft_addresses to []"
         )
 

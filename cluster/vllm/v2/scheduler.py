@@ -1,6 +1,6 @@
 """The plugin's scheduler: the rounds of our target worker, with addresses and settings from `--additional-config`.
 
-It runs in the engine core's process, which also serves the page with its metrics.
+It runs in the engine core's process, which also serves the plugin's metrics page.
 """
 
 from __future__ import annotations

@@ -27,7 +27,9 @@ class PluginSettings(BaseModel):
         description="addresses of the draft workers: host:port, dns:name:port or file:path; none: coupled sampling "
         "alone"
     )
-    speculation: SpeculationConfig = Field(SpeculationConfig(), description="the same as in a cluster")
+    speculation: SpeculationConfig = Field(
+        SpeculationConfig(), description="the same settings as in a cluster's configuration"
+    )
     metrics_host: str = Field("127.0.0.1", description="address on which the metrics page listens")
     metrics_port: Port | None = Field(None, description="its port; 0: a free one; null: no page")
     metrics_token_file: FilePath | None = Field(None, description="token for the page; null: that of `tls`, if set")

@@ -34,7 +34,7 @@ class AnswerObserver:
         self.key = current_key.get()  # name of the API key; None: the router has no keys
         self.record = record_of(scope)
         self.trace = AnswerTrace(span_of(scope), time.perf_counter())
-        self.reads_calls = False  # whether answers are read for calls of tools
+        self.reads_calls = False  # whether answers are parsed for tool calls
         self.request_type = ""
         self.has_failed = False  # whether a choice has failed, which ends the others
 
@@ -94,7 +94,9 @@ class ChoiceObserver:
         metrics, adapter = self._answer.metrics, self._request.template.adapter
         if adapter:
             metrics.count_running_adapter(adapter, -1)
-        if isinstance(error, OverloadedError) and not self._answer.has_failed:  # once for all choices of a request
+        if (
+            isinstance(error, OverloadedError) and not self._answer.has_failed
+        ):  # counts a request once, not each of its choices
             metrics.count_rejection("max_num_queued_reqs")
         self._answer.has_failed |= isinstance(error, Exception)
         ended_as = self._finish_reason or ("error" if self._answer.has_failed else "abort")

@@ -38,7 +38,7 @@ class Reply(abc.ABC):
     """Writes one answer, as a body or as the events of a stream, in the form of one API."""
 
     id_prefix: ClassVar[str]
-    request_type: ClassVar[str] = "other"  # value of vLLM's label of that name
+    request_type: ClassVar[str] = "other"  # value of vLLM's metric label `request_type`
 
     id: str
     created: int

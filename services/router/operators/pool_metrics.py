@@ -34,7 +34,7 @@ class PoolMetrics(Collector):
         yield self._gauge("vllm:kv_cache_usage_perc", used, sum(shares) / len(shares) if shares else 0.0)
         yield GaugeMetricFamily(
             "outrider_prefix_index_entries",
-            "Chunks of 64 prompt tokens that the router expects in the prefix caches of its targets.",
+            "Chunks of 64 prompt tokens that the router expects in the prefix caches of its usable targets.",
             sum(len(replica.prefixes) for replica in self._pool.usable),
         )
         num_blocks = sum(load.num_blocks for load in loads)

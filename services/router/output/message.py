@@ -35,7 +35,7 @@ class Reader:
 
     @property
     def reads_calls(self) -> bool:
-        """True if answers may have calls of tools."""
+        """True if answers may contain tool calls."""
         return self.program is not plain
 
     def start(self) -> MessageReader:

@@ -71,7 +71,7 @@ class RoutingKey:
         return cls(len(token_ids), chunk_hashes(token_ids, root), digest.digest())
 
     def num_predicted(self, target: TargetView) -> int:
-        """Returns the number of its tokens that are probably in the prefix cache of `target`."""
+        """Returns the number of prompt tokens that are probably in the prefix cache of `target`."""
         return min(target.prefixes.num_tokens(self.hashes), self.num_tokens - 1)
 
     def num_uncached(self, target: TargetView) -> int:

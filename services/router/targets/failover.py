@@ -36,9 +36,9 @@ class CallObserver(Protocol):
     """The HTTP request's; each call on a worker has a span below it."""
 
     def sent(self, num_predicted_tokens: int) -> None:
-        """Records that a worker gets the sequence.
+        """Records that the sequence is sent to a worker.
 
-        `num_predicted_tokens`: prompt tokens that are expected in its prefix cache.
+        `num_predicted_tokens`: prompt tokens that the router expects in that worker's prefix cache.
         """
 
     def moved(self, reason: str) -> None:

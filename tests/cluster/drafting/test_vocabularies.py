@@ -1,4 +1,4 @@
-"""Draft workers whose model has not quite the target's vocabulary: what they propose, and at which positions."""
+"""Proposals of draft workers whose vocabulary differs slightly from the target's, and their positions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TEXT = (
 )
 KEY = NoiseKey.derive(7, 0)
 TREE: Shape = (-1, -1, 0, 0, 1, 2)
-NEW_IDS = {0: 1, 1: 2, 2: 0, 300: 301, 301: 300}  # the special tokens, and two of the text's
+NEW_IDS = {0: 1, 1: 2, 2: 0, 300: 301, 301: 300}  # the special tokens, and two tokens of TEXT
 MISSING = ("Ġthe", "Ġfile", "Ġcurrent")
 
 
@@ -57,7 +57,7 @@ class Worker:
         window: int = K,
         num_generated: int = 0,
     ) -> Drafts:
-        """Opens the sequence, whose last `num_generated` tokens are no prompt. Returns the first proposal."""
+        """Opens a sequence whose last `num_generated` tokens are generated. Returns the first proposal."""
         opening = Open(1, token_ids, len(token_ids) - num_generated, params, KEY, K, window, shape)
         return self._ask(SpeculateRequest(opens={1: opening}), len(token_ids))
 
@@ -96,20 +96,20 @@ def rounds(worker: Worker, token_ids: Sequence[int], params: SamplingParams, sha
 
 @pytest.fixture(scope="module")
 def text() -> list[int]:
-    """TEXT in the target's tokens, with special tokens in it."""
+    """Returns TEXT as the target's tokens, including special tokens."""
     tokenizer = Tokenizer(resolve_model_folder(TARGET))
     return [*tokenizer.encode("<|im_start|>" + TEXT + "<|im_end|>"), *tokenizer.encode("\n" + TEXT)]
 
 
 def with_mask(folder: Path, mask_token_id: int) -> Path:
-    """Lets the drafter `parallel` use the model."""
+    """Adds a mask token, so that the drafter `parallel` can use the model."""
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"pard_token": mask_token_id}))
     return folder
 
 
 MAKE: Mapping[str, Callable[[Path], tuple[Path, Path]]] = {
-    # Rows without tokens that would win often, as they equal those of frequent tokens.
+    # Padding rows that copy the rows of frequent tokens, so they would be chosen often.
     "padded draft": lambda folder: (
         padded(DRAFT, folder / "d", [338, 261, 14, 201, 463]),
         resolve_model_folder(TARGET),
@@ -119,7 +119,7 @@ MAKE: Mapping[str, Callable[[Path], tuple[Path, Path]]] = {
 }
 
 
-# The mask tokens of the drafts, and those of the bundled draft with the same rows; the first is padding.
+# The mask token of each draft, and the bundled draft's token with the same row. The first mask token is padding.
 MASKS = {"padded draft": (4098, 14), "padded target": (301, 301), "permuted draft": (300, 301)}
 
 
@@ -151,7 +151,7 @@ def test_proposes_what_a_draft_with_the_targets_vocabulary_proposes(
 def test_padding_would_win_if_it_were_not_masked(text: list[int], tmp_path: Path) -> None:
     draft = padded(DRAFT, tmp_path / "d", [338, 261, 14, 201, 463])
     alone = rounds(Worker(draft, draft), text, SamplingParams(temperature=1.0), None)
-    assert max(max(drafts.token_ids) for drafts in alone) < 4096  # it is also the target here
+    assert max(max(drafts.token_ids) for drafts in alone) < 4096  # the padded draft is also the target here
     runner = ModelRunner(load_model(draft, torch.float32, torch.device("cpu")), 16, 16)
     logits = runner.run([Segment(text, 0, range(16), num_logits=len(text))])
     noise = torch.from_numpy(gumbel_noise([(KEY, place + 1) for place in range(len(text))], logits.shape[1]))
@@ -159,7 +159,7 @@ def test_padding_would_win_if_it_were_not_masked(text: list[int], tmp_path: Path
 
 
 class TestTokensThatTheDraftLacks:
-    """The draft spells them in several of its tokens, and draws with the noise of the target's positions and IDs."""
+    """The draft spells missing tokens with several of its own, and uses the noise of the target's positions."""
 
     @pytest.fixture
     def draft(self, tmp_path: Path) -> Path:
@@ -172,7 +172,7 @@ class TestTokensThatTheDraftLacks:
 
     @pytest.fixture
     def expected(self, draft: Path, missing: set[int]) -> Callable[[Sequence[int], SamplingParams], list[int]]:
-        """expected(tokens, params): K tokens, by definition: argmax(logits / T + noise at the target's position)."""
+        """Returns expected(tokens, params): K tokens, argmax(logits / T + noise at the target's position)."""
         runner = ModelRunner(load_model(draft, torch.float32, torch.device("cpu")), 16, 64)
         ours, theirs = Tokenizer(draft), Tokenizer(resolve_model_folder(TARGET))
 
@@ -231,7 +231,7 @@ class TestTokensThatTheDraftLacks:
     def test_committed_pieces_that_were_drafted_are_no_drafts_of_the_next_positions(
         self, drafter: str, text: list[int], draft: Path, missing: set[int]
     ) -> None:
-        """The worker drafted the pieces of a token, and more tokens after them; then the target chose it whole."""
+        """The worker drafted the pieces of a token and further tokens. Then the target chose the whole token."""
         ours, theirs = Tokenizer(draft), Tokenizer(resolve_model_folder(TARGET))
         token_id = min(missing)
         pieces = ours.encode(theirs.decode([token_id]), add_special_tokens=False)
@@ -274,7 +274,7 @@ class TestTokensThatTheDraftLacks:
         assert worker.coverage == 0.0
 
     def test_a_mask_token_that_only_the_draft_has_is_not_penalised(self, tmp_path: Path) -> None:
-        """PARD's mask is the first row after the tokenizer's tokens."""
+        """PARD's mask token is the first ID after the tokenizer's tokens."""
         draft = with_mask(padded(DRAFT, tmp_path / "d", [None]), 4096)
         worker = Worker(draft, TARGET, "draft.drafter=parallel")
         for params in (
@@ -285,7 +285,7 @@ class TestTokensThatTheDraftLacks:
             assert len(worker.advance(4, [9, 10])) == K
 
     def test_padding_of_the_target_is_left_out(self, text: list[int], tmp_path: Path) -> None:
-        """A target may choose a row without a token, though rarely: there is nothing to spell."""
+        """A target may rarely choose a padding ID, which the draft cannot spell."""
         target = padded(TARGET, tmp_path / "t", [None] * 64)
         params = SamplingParams(temperature=1.0)
         worker = Worker(padded(DRAFT, tmp_path / "d", []), target)

@@ -35,7 +35,7 @@ def test_splits_are_counted_where_there_are_any() -> None:
     short, long = (graph_bytes(LARGE, [8], context, 16, 2) for context in (512, 32_768))
     tables = 8 * 8 * (32_768 - 512) // 16
     assert long - short == tables + 8 * 64 * 64 * (128 + 2) * 4
-    # 32 rows of one segment do not fill a GPU, 256 do.
+    # A segment of 32 rows does not fill a GPU, but one of 256 rows does.
     short, long = (graph_bytes(LARGE, [32], context, 16, 2) for context in (512, 32_768))
     assert long - short == 32 * (8 * (32_768 - 512) // 16 + 64 * 64 * (128 + 2) * 4)
     short, long = (graph_bytes(LARGE, [256], context, 16, 2) for context in (512, 32_768))

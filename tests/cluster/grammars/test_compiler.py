@@ -176,8 +176,8 @@ WithCompiler = Callable[[Callable[[GrammarCompiler], Coroutine[Any, Any, None]]]
 
 @pytest.fixture(scope="module")
 def with_compiler(loop: BackgroundLoop) -> Iterator[WithCompiler]:
-    """with_compiler(use) runs `use(compiler)`. The compiler, whose process has started, is shared by the tests, which
-    compile different grammars because it keeps each."""
+    """with_compiler(use) runs `use(compiler)`. The tests share one started compiler. It caches grammars, so each test
+    compiles grammars of its own."""
     compiler = GrammarCompiler(FOLDER, TOKENIZER.vocab_size, [END])
     loop.run(compiler.compile(Grammar("regex", "warm")))
     yield lambda use: loop.run(use(compiler))

@@ -47,7 +47,7 @@ def test_drafts_are_compared_side_by_side() -> None:
 
 def test_a_head_reads_a_layer_a_projection_and_the_output_head() -> None:
     head = next(option for option in options(request()) if option.name == "EAGLE head in the target")
-    # Llama 70B: 0.85 G of a layer, 8192 x 16,384 of the projection, 128,256 x 8,192 of the output head: 2.0 G in all
+    # Llama 70B: 0.85 G in a layer, 8,192 x 16,384 in the projection, 128,256 x 8,192 in the output head: 2.0 G in all
     (budget,) = head.budgets
     draft = budget.tenants[1].model
     assert draft.num_parameters == pytest.approx(2.0e9, rel=0.03)

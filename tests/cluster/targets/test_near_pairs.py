@@ -1,4 +1,4 @@
-"""Rounds of pairs whose vocabularies or contexts are not quite equal: the tokens of k = 0, and their acceptance."""
+"""Pairs with slightly different vocabularies or contexts give the tokens of k = 0; also tests their acceptance."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ Pair = tuple[Path | str, Path | str]
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
-    """pairs(name): the folders of draft and target."""
+    """Returns pairs(name): the folders of draft and target."""
     made: dict[str, Pair] = {}
 
     def make(name: str) -> Pair:
@@ -109,7 +109,7 @@ def _make(name: str, draft: Path, target: Path) -> Pair:
 
 @pytest.fixture(scope="module")
 def usual() -> Answers:
-    """The answers of the bundled pair."""
+    """Returns the answers of the bundled pair."""
     return answers(DRAFT)
 
 
@@ -127,7 +127,7 @@ def test_the_tokens_of_k_0(name: str, settings: tuple[str, ...], pairs: Callable
 
 @pytest.mark.parametrize("name", ["padded draft", "padded target", "permuted specials"])
 def test_the_acceptance_of_an_equal_pair(name: str, pairs: Callable[[str], Pair], usual: Answers) -> None:
-    """In float32 the drafts are the same, so their number and that of the accepted are."""
+    """In float32 the drafts are the same, so the numbers of drafted and accepted tokens are the same, too."""
     found = answers(*pairs(name))
     assert found.tokens == usual.tokens
     assert (found.num_drafted, found.num_accepted) == (usual.num_drafted, usual.num_accepted)
@@ -136,7 +136,7 @@ def test_the_acceptance_of_an_equal_pair(name: str, pairs: Callable[[str], Pair]
 def test_tokens_that_the_draft_lacks_cost_their_own_acceptance_only(
     pairs: Callable[[str], Pair], usual: Answers
 ) -> None:
-    """With noise of other positions or IDs, sampled drafts would be accepted by chance."""
+    """If the noise were that of other positions or IDs, sampled drafts would only be accepted by chance."""
     draft, target = pairs("lacking draft")
     found = answers(draft, target)
     assert found.tokens == usual.tokens
@@ -144,7 +144,7 @@ def test_tokens_that_the_draft_lacks_cost_their_own_acceptance_only(
 
 
 def test_a_draft_with_a_shorter_context_stops_at_its_limit(pairs: Callable[[str], Pair], usual: Answers) -> None:
-    """Sequences outgrow it: they continue without drafts, with the same tokens."""
+    """Longer sequences continue without drafts and with the same tokens."""
     found = answers(*pairs("short draft"))
     assert found.tokens == usual.tokens
     assert 0 < found.num_drafted < usual.num_drafted

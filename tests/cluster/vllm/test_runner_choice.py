@@ -1,4 +1,4 @@
-"""Which of vLLM's model runners a target has, and where vLLM cannot run."""
+"""Choice of vLLM's model runner for a target, and refusal of builds without a device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from cluster.vllm.engine_args import check_platform, wants_v2_runner
         ("cuda", None, ["target.engine_args={nnodes: 2}"], False),
         ("cuda", None, ["target.engine_args={distributed_executor_backend: ray}"], False),
         ("cuda", None, ["target.engine_args={distributed_executor_backend: mp}"], True),
-        ("cuda", "1", ["target.lora_root=/adapters"], True),  # is refused by the setting's name
+        ("cuda", "1", ["target.lora_root=/adapters"], True),  # chosen here; the target refuses the setting by name
     ],
 )
 def test_a_gpu_has_v2_unless_a_setting_needs_v1(

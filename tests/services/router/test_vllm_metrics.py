@@ -102,7 +102,7 @@ def test_tokens_expected_in_a_cache_are_counted(new_target, new_router):
     for _ in range(2):
         assert router.complete(prompt=[70] * 70, max_tokens=1).status_code == 200
     page = router.client.get("/metrics").text
-    assert value(page, "outrider_prompt_tokens_predicted_total") == 64  # of the second prompt: a chunk
+    assert value(page, "outrider_prompt_tokens_predicted_total") == 64  # one chunk of the second prompt
     assert "outrider_prefix_index_entries 1.0" in page
 
 
@@ -110,7 +110,7 @@ def test_refused_requests_are_counted_by_the_limit(new_router, target):
     router = new_router([target.address], max_waiting_tokens=8)
     target.hang_after = 1
     with router.client.stream("POST", "/v1/completions", json={"prompt": [70] * 6, "stream": True}) as response:
-        pieces = response.iter_raw()  # forgetting it would close the stream
+        pieces = response.iter_raw()  # the reference keeps the stream open
         assert next(pieces)
         assert router.complete(prompt=[70] * 6).status_code == 503
     target.hang_after, target.fail_after = None, 0

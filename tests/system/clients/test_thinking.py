@@ -31,7 +31,7 @@ EXAMPLES = (
     ("How many days has a week?", "A week has seven days.", "seven"),
 )
 QUESTIONS = ("What is the capital of France?", "What is 3 plus 4?", "What color is the sky?")
-# With every mix of schema and tools. LEAST_ANSWERS: those whose reasoning ends within their tokens.
+# Requests of each combination of schema and tools. LEAST_ANSWERS: answers whose reasoning must end within max_tokens.
 NUM_REQUESTS, LEAST_ANSWERS = length((4, 2), (12, 6))
 
 

@@ -39,7 +39,7 @@ class Programs:
         self.targets: dict[str, Child] = {}
         self.drafts: dict[str, Child] = {}
         self.draft_addresses: dict[str, str] = {}
-        self._ports: dict[str, int] = {}  # of targets
+        self._ports: dict[str, int] = {}  # ports of targets by name
         self._metrics_ports: dict[str, int] = {}
         (self._port,) = free_ports(1)
         self._write("targets")
@@ -128,7 +128,7 @@ class Programs:
         child.start()
 
     def remove_target(self, name: str) -> None:
-        """Ends a target for good, if it still runs."""
+        """Stops a target, if it still runs, and removes its address from the list."""
         self.targets.pop(name).kill()
         del self._metrics_ports[name]
         self._write("targets", *(f"127.0.0.1:{self._ports[name]}" for name in self.targets))

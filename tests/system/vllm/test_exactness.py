@@ -147,7 +147,7 @@ def test_same_tokens_when_a_target_dies_and_when_it_drains(
     finally:
         if signum == signal.SIGKILL or IS_SOAK:
             programs.restart("first")
-        else:  # the tests that follow can do with the other, and an engine takes half a minute to start
+        else:  # later tests can use the other target, and starting an engine takes half a minute
             programs.remove_target("first")
     programs.use("right")
     programs.assert_nothing_in_use()

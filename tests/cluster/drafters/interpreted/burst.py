@@ -119,7 +119,7 @@ def test_penalties_are_drafted_step_by_step(pair: Pair) -> None:
 
 
 def test_of_a_draft_with_other_tokens(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
-    """It proposes no token that the target lacks, with the noise of the target's positions."""
+    """A burst proposes no token that the target lacks, and uses the noise of the target's positions."""
     words = {f"w{i}": i for i in range(TINY_VOCAB_SIZE)}
     target = word_tokenizer(tmp_path / "target", {f"w{i}": i for i in range(TINY_VOCAB_SIZE // 2) if i % 3})
     vocabulary = VocabularyMap(target, word_tokenizer(tmp_path / "draft", words), TINY_VOCAB_SIZE)

@@ -23,7 +23,7 @@ from tests.interpreter import spare_bookkeeping
 from tests.interpreter_dot import dot_in_order
 from tests.soak import length
 
-NUM_LAYERS = length(1, 2)  # of models for the check, which runs some 60 steps
+NUM_LAYERS = length(1, 2)  # layers of the models under test; the check runs about 60 steps
 FAMILIES = [{}, {"family": "qwen3"}, {"family": "qwen2"}]  # plain, with a norm of each head, with a bias
 
 

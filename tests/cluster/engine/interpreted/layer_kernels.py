@@ -1,6 +1,6 @@
-"""Norms, rotations and gates by kernels are those of PyTorch's operators.
+"""Compares the kernels of norm, rotation and gate with PyTorch's operators.
 
-In float32 rotations have their bits. The interpreter rounds to bfloat16 towards zero, PyTorch to the nearest.
+In float32 rotations are equal bit for bit. The interpreter rounds to bfloat16 towards zero, PyTorch to the nearest.
 """
 
 from __future__ import annotations

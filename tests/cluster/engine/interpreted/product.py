@@ -18,7 +18,7 @@ ERRORS = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # of 
 NUM_ROWS = (1, 3, 17, 65, 130)
 SHAPES = ((128, 64), (200, 96), (77, 1031), (1, 5))  # outputs and inputs of a weight
 PRODUCTS = list(itertools.product(SHAPES, NUM_ROWS, ERRORS, (False, True)))
-# Of these, any two values of different parameters meet in at least one.
+# At least one of these cases has each pair of values of two parameters.
 PAIRS = [
     (shape, num_rows, list(ERRORS)[(i + j) % 3], (i + j) % 2 == 0)
     for i, shape in enumerate(SHAPES)
@@ -90,7 +90,7 @@ QUANTIZATIONS = [(8, None, 192), (8, None, 96), (4, 32, 544), (4, 64, 192), (4, 
 
 
 def quantized(bits: int, group_size: int | None, num_inputs: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Returns x, the weight in floats, bias, and the quantized weight."""
+    """Returns x, the dequantized weight, the bias, and the quantized weight."""
     x, weight, bias = operands(70, 72, num_inputs, dtype)
     stored = quantize(weight, Quantization(bits, group_size))
     exact = QuantizedWeight(stored.values, stored.scales.to(dtype).float(), stored.bits, dtype)

@@ -113,7 +113,7 @@ def draft(
 
 @pytest.fixture(scope="module")
 def speculating(tmp_path_factory: pytest.TempPathFactory, draft: KnowingDraft) -> Iterator[Engine]:
-    """With k chosen automatically, and with so little KV that prompts come in chunks and sequences are preempted."""
+    """Engine with automatic k, and with so few KV blocks that it preempts sequences and computes prompts in chunks."""
     speculation = {"max_speculative_tokens": MAX_DRAFTS, "draft_timeout_ms": 10_000}
     settings = {"draft_addresses": [draft.address], "speculation": speculation}
     folder = tmp_path_factory.mktemp("speculating")
@@ -148,7 +148,7 @@ def test_drafts_change_no_token(
     assert speculating.generate_choices([*cases[:NUM_DRAFTED], *constrained]) == expected
     counted = {name: value - before[name] for name, value in speculating.counters().items()}
     drafted, accepted = (counted[f"vllm:spec_decode_num_{what}_tokens"] for what in ("draft", "accepted"))
-    if quality == "good":  # first: afterwards k may be 0
+    if quality == "good":  # the first quality that runs; afterwards k may be 0
         assert accepted > 0.4 * drafted > 0
         assert counted["vllm:num_preemptions"] > 0
     else:

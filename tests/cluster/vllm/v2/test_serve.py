@@ -77,7 +77,7 @@ class Draft:
 class Server:
     def __init__(self, folder: Path, draft_address: str) -> None:
         port, metrics_port = free_ports(2)
-        # In the interpreter rows are expensive, so that an automatic k would soon be 0.
+        # Rows are expensive in the interpreter, so an automatic k would soon be 0.
         speculation = {"controller": "fixed", "num_speculative_tokens": K, "max_speculative_tokens": MAX_K}
         speculation |= {"draft_timeout_ms": 10_000}
         settings = {"draft_addresses": [draft_address], "speculation": speculation, "metrics_port": metrics_port}
@@ -116,7 +116,7 @@ class Server:
             return list(threads.map(lambda pair: self.answer(pair[0], **pair[1], **fields), asked))
 
     def counters(self) -> dict[str, float]:
-        """vLLM's, and those of the plugin's page."""
+        """Returns the counters of vLLM's page and of the plugin's page."""
         return {name: value for url in self._metrics_urls for name, value in read_counters(url).items()}
 
     def num_drafted(self) -> float:
@@ -172,7 +172,7 @@ def test_same_answers_when_the_draft_is_killed_midway(server: Server, draft: Dra
 
 
 def test_same_answers_without_the_pool(server: Server, draft: Draft, answers: list[list[str]]) -> None:
-    """No step has rows for drafts then."""
+    """Without draft workers, no step has rows for drafts."""
     wait_until(lambda: server.counters()["outrider_draft_links_up"] == 0)
     rounds = server.counters()["vllm:spec_decode_num_drafts_total"]
     assert server.answers() == answers
