@@ -48,8 +48,8 @@ def prepare(engine_args: Any) -> None:
         given = getattr(engine_args, name)
         if given not in (None, value):
             raise ConfigurationError(
-                f"--{name.replace('_', '-')} {given} cannot be combined with `--additional-config` "
-                "outrider.draft_addresses: leave one of them out"
+                f"--{name.replace('_', '-')} {given} cannot be combined with the section outrider of "
+                "`--additional-config`: leave one of them out"
             )
         setattr(engine_args, name, value)
     processors = list(engine_args.logits_processors or ())
