@@ -113,9 +113,8 @@ class VocabularyMap:
         """Tokens of the draft that may spell others, by their bytes."""
         special = frozenset(self._draft.special_tokens.values())
         usable = [i for i in reversed(self._draft.token_ids) if i in self._new_ids and i not in special]
-        usable.sort(
-            key=self._draft.is_byte_token, reverse=True
-        )  # the dictionary keeps the last token with the same bytes
+        # Byte tokens come first, because the dictionary keeps the last token with the same bytes.
+        usable.sort(key=self._draft.is_byte_token, reverse=True)
         return {self._draft.token_bytes(draft_id): draft_id for draft_id in usable}
 
     @cached_property

@@ -151,7 +151,8 @@ class ChoiceObserver:
         answer = self._answer
         if self.span.is_recorded:
             answer.trace.note(self._request.choice_index, piece)
-        self._has_call |= any(said.kind == "call" for said in piece.said)
+        if answer.reads_calls:
+            self._has_call |= any(said.kind == "call" for said in piece.said)
         if piece.finish_reason is None:
             return
         if answer.reads_calls:
