@@ -129,13 +129,11 @@ def measure(
     try:
         if together:
             for system in systems:
-                _try(system, results, system.start)
-                _try(system, results, partial(_warm, system, results.experiment))
+                _start(system, results, limit)
         for repeat in range(results.experiment.repeats):
             for system, streams in _turns(systems, results.experiment.streams, repeat, together=together):
                 if not together:
-                    _try(system, results, system.start)
-                    _try(system, results, partial(_warm, system, results.experiment))
+                    _start(system, results, limit)
                 for num_streams in streams:
                     limit.check()
                     _try(system, results, partial(_run, system, results, repeat, num_streams))
@@ -169,6 +167,14 @@ def _try(system: System, results: Results, act: Callable[[], object]) -> None:
         act()
     except (ConfigurationError, UnavailableError) as error:
         results.problems[system.name] = str(error)
+
+
+def _start(system: System, results: Results, limit: TimeLimit) -> None:
+    with limit.shielded():
+        _try(system, results, system.start)
+    limit.check()
+    _try(system, results, system.wait_ready)
+    _try(system, results, partial(_warm, system, results.experiment))
 
 
 def _stop(system: System, limit: TimeLimit) -> None:

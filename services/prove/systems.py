@@ -65,7 +65,7 @@ class Counters:
 
 
 class System(ABC):
-    """A server that answers on 127.0.0.1 from `start` to `stop`."""
+    """A server on 127.0.0.1 that runs from `start` to `stop` and answers once `wait_ready` has returned."""
 
     name: str
     description: str
@@ -74,10 +74,14 @@ class System(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Starts the system, and returns when it answers.
+        """Starts the processes of the system. Raises ConfigurationError.
 
-        Raises ConfigurationError, or UnavailableError if it does not become ready.
+        Must not be interrupted: `stop` would not know a process whose start was not completed.
         """
+
+    @abstractmethod
+    def wait_ready(self) -> None:
+        """Raises ConfigurationError, or UnavailableError if the system does not become ready."""
 
     @abstractmethod
     def stop(self, is_hurried: Callable[[], bool]) -> None:
@@ -107,8 +111,10 @@ class OutriderSystem(System):
         self._access = Access.to_own(self._cluster)
         self.url, self.context = self._cluster.url, self._access.router.context
         self._cluster.start()
-        programs = [*self._cluster.targets, *self._cluster.drafts, self._cluster.router]
-        _wait(self._cluster.is_ready, programs)
+
+    def wait_ready(self) -> None:
+        assert self._cluster is not None, f"{self.name} was not started"
+        _wait(self._cluster.is_ready, [*self._cluster.targets, *self._cluster.drafts, self._cluster.router])
 
     def stop(self, is_hurried: Callable[[], bool]) -> None:
         if self._cluster is not None:
@@ -149,6 +155,8 @@ class StockSystem(System):
 
     def start(self) -> None:
         self._child.start()
+
+    def wait_ready(self) -> None:
         _wait(self._is_ready, [self._child])
 
     def stop(self, is_hurried: Callable[[], bool]) -> None:

@@ -99,6 +99,9 @@ class StubSystem(System):
         self._server = StubServer(self._answer, self._token_seconds)
         self.url = self._server.url
 
+    def wait_ready(self) -> None:
+        self._events.append(("wait", self.name))
+
     def stop(self, is_hurried: Callable[[], bool]) -> None:
         if self._server is not None:
             self._events.append(("stop", self.name))

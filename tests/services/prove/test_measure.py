@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from itertools import groupby
 from typing import Any
 
@@ -49,7 +51,7 @@ def test_systems_that_do_not_fit_together_are_started_for_their_turn() -> None:
     events: list[tuple[str, str]] = []
     results = run(stubs(events), experiment(), together=False)
     assert not results.missing
-    lifetimes = [(kind, name) for kind, name in events if kind != "ask"]
+    lifetimes = [(kind, name) for kind, name in events if kind in ("start", "stop")]
     order = [*SYSTEMS, *SYSTEMS[::-1]]
     assert lifetimes == [(kind, name) for name in order for kind in ("start", "stop")]
 
@@ -91,6 +93,15 @@ def test_at_the_time_limit_what_there_is_is_kept_and_everything_ends(together: b
     assert not any(system.is_running for system in systems)
     if not together:
         assert {one.system for one in results.results} == {PLAIN}
+
+
+def test_a_signal_waits_until_all_processes_of_a_system_are_started() -> None:
+    events: list[tuple[str, str]] = []
+    system = StubSystem(PLAIN, events, at_start=lambda: os.kill(os.getpid(), signal.SIGINT))
+    results = Results(experiment(has_peer=False), [PLAIN])
+    with TimeLimit(LONG) as limit, pytest.raises(Stopped, match="SIGINT"):
+        measure([system], results, limit, together=True)
+    assert events == [("start", PLAIN), ("stop", PLAIN)]
 
 
 def test_answers_are_compared_by_their_prompt_and_seed() -> None:
