@@ -24,6 +24,8 @@ def decode(
     table_len: int,
     path_len: int,
     num_threads: int,
+    residual: int,
+    attention_input: int,
     eps: float,
     /,
 ) -> None:

@@ -129,11 +129,16 @@ class BlockManager:
         block_table.clear()
 
     def cache(
-        self, block_table: Sequence[int], token_ids: Sequence[int], num_tokens: int, root: bytes | None = None
+        self,
+        block_table: Sequence[int],
+        token_ids: Sequence[int],
+        num_tokens: int,
+        root: bytes | None = None,
+        first: int = 0,
     ) -> None:
         """Adds the full blocks of the first `num_tokens` tokens to the prefix cache, under `root`.
 
-        These tokens must be committed and their KV computed.
+        These tokens must be committed and their KV computed. `first`: index in `token_ids` of the first of them.
         """
         hash_of, size = self._hash_of, self.block_size
         num_full = num_hashed = num_tokens // size
@@ -144,7 +149,8 @@ class BlockManager:
         parent = hash_of[block_table[num_hashed - 1]] if num_hashed else root
         for index in range(num_hashed, num_full):
             block = block_table[index]
-            parent = _hash(parent, token_ids[index * size : (index + 1) * size])
+            start = first + index * size
+            parent = _hash(parent, token_ids[start : start + size])
             hash_of[block] = parent
             self._block_of.setdefault(parent, block)
 

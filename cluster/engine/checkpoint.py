@@ -1,9 +1,10 @@
-"""Reads the tensors of a Hugging Face folder, from one or several .safetensors."""
+"""Reads the tensors of a Hugging Face folder, from one or several .safetensors or a pytorch_model.bin."""
 
 from __future__ import annotations
 
 import json
 import logging
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,11 @@ logger = logging.getLogger(__name__)
 class TensorReader:
     """Reads tensors by name from the memory-mapped shards of a folder."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, *, takes_pickle: bool = False) -> None:
+        """`takes_pickle`: as in `weight_map`."""
         self._folder, self._dtype, self._device = folder, dtype, device
         self._shards: dict[str, Any] = {}
-        self._file_of = weight_map(folder)
+        self._file_of = weight_map(folder, takes_pickle=takes_pickle)
         self._has_warned = False
 
     def read(self, parts: Sequence[tuple[str, int]], *inner: int) -> torch.Tensor:
@@ -44,6 +46,14 @@ class TensorReader:
             place.copy_(tensor)
         return stacked
 
+    def find(self, *names: str) -> str | None:
+        """Returns the first of `names` that the folder has a tensor of; None if it has none of them."""
+        return next((name for name in names if name in self._file_of), None)
+
+    def integers(self, name: str, size: int) -> torch.Tensor:
+        """Returns an int64 tensor [size] on the CPU."""
+        return self._mapped(name, size).to(torch.int64)
+
     def _mapped(self, name: str, *shape: int) -> torch.Tensor:
         file = self._file_of.get(name)
         if file is None:
@@ -58,8 +68,11 @@ class TensorReader:
         return tensor
 
 
-def weight_map(folder: Path) -> dict[str, str]:
-    """Returns the file name of each tensor by the tensor's name. Raises ConfigurationError."""
+def weight_map(folder: Path, *, takes_pickle: bool = False) -> dict[str, str]:
+    """Returns the file name of each tensor by the tensor's name. Raises ConfigurationError.
+
+    `takes_pickle`: whether a pytorch_model.bin is read if there are no .safetensors.
+    """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
@@ -67,15 +80,27 @@ def weight_map(folder: Path) -> dict[str, str]:
         except (OSError, ValueError, KeyError) as error:
             raise ConfigurationError(f"cannot read {index}: {error}") from error
         return weight_map
-    single = folder / "model.safetensors"
-    if not single.is_file():
-        raise ConfigurationError(f"{folder} has no model.safetensors (nor an index of shards)")
-    with _open_shard(single) as shard:
-        return dict.fromkeys(shard.keys(), single.name)
+    for name in ("model.safetensors", *(("pytorch_model.bin",) if takes_pickle else ())):
+        if (folder / name).is_file():
+            return dict.fromkeys(_open_shard(folder / name).keys(), name)
+    raise ConfigurationError(f"{folder} has no model.safetensors (nor an index of shards)")
+
+
+class _Pickled:
+    """A pytorch_model.bin. Its tensors are memory-mapped; objects other than tensors are refused, as they run code."""
+
+    def __init__(self, file: Path) -> None:
+        self._tensors: dict[str, torch.Tensor] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+
+    def keys(self) -> list[str]:
+        return list(self._tensors)
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
 
 
 def _open_shard(file: Path) -> Any:
     try:
-        return safe_open(file, framework="pt")
-    except (OSError, SafetensorError) as error:
+        return _Pickled(file) if file.suffix == ".bin" else safe_open(file, framework="pt")
+    except (OSError, SafetensorError, RuntimeError, pickle.UnpicklingError) as error:
         raise ConfigurationError(f"cannot read {file}: {error}") from error

@@ -14,7 +14,7 @@ from cluster.engine.cpu_kernels import LANES, has_kernels, kernels
 from cluster.engine.cpu_linear import KernelLinear, KernelWeightFormat
 from cluster.engine.kv_cache import KVCache
 from cluster.engine.linear import Linear
-from cluster.engine.model import Model
+from cluster.engine.model import LayerInputs, Model
 from cluster.engine.model_config import ModelConfig
 from cluster.engine.rope import rotary_table
 from cluster.engine.weights import LayerWeights, ModelWeights
@@ -25,6 +25,7 @@ class CpuModel(Model):
 
     weight_format = KernelWeightFormat()
     is_invariant = True
+    activations = torch.float32
 
     def __init__(self, config: ModelConfig, weights: ModelWeights, kv_cache: KVCache) -> None:
         super().__init__(config, weights, kv_cache)
@@ -32,6 +33,7 @@ class CpuModel(Model):
         self._layers = torch.tensor(
             [self._layer_row(index, layer) for index, layer in enumerate(weights.layers)], dtype=torch.int64
         )
+        self._captured_layers = torch.tensor(config.captured_layers, dtype=torch.int64)
         self._table = torch.tensor(self._model_row(), dtype=torch.int64)
         self._address = self._table.data_ptr()
         self._scratch_size = kernels.scratch_size(self._address)
@@ -41,7 +43,7 @@ class CpuModel(Model):
         return has_kernels() and dtype in (torch.float32, torch.bfloat16) and config.head_dim % LANES == 0
 
     @torch.inference_mode()
-    def forward(self, batch: Batch) -> torch.Tensor:
+    def forward(self, batch: Batch, inputs: LayerInputs | None = None) -> torch.Tensor:
         num_rows, num_logit_rows = len(batch.token_ids), len(batch.logit_rows)
         logits = torch.empty(num_logit_rows, self.config.vocab_size)
         scratch = torch.empty(num_rows, self._scratch_size)
@@ -64,6 +66,7 @@ class CpuModel(Model):
             table_len,
             0 if batch.paths is None else batch.paths.shape[1],
             torch.get_num_threads(),
+            *((0, 0) if inputs is None else (inputs.residual.data_ptr(), inputs.attention.data_ptr())),
             self.config.rms_norm_eps,
         )
         return logits
@@ -71,7 +74,7 @@ class CpuModel(Model):
     def _layer_row(self, index: int, layer: LayerWeights) -> list[int]:
         """Returns the fields of a Layer of kernels.h."""
         return [
-            layer.input_norm.data_ptr(),
+            0 if layer.input_norm is None else layer.input_norm.data_ptr(),
             layer.post_attention_norm.data_ptr(),
             0 if layer.qk_norm is None else layer.qk_norm.data_ptr(),
             *(number for linear in layer.linears for number in _weight_of(linear)),
@@ -82,14 +85,17 @@ class CpuModel(Model):
 
     def _model_row(self) -> list[int]:
         """Returns the fields of a Model of kernels.h."""
-        config, weights = self.config, self._weights
+        config, weights, states = self.config, self._weights, self._kv_cache.states
         return [
             self._layers.data_ptr(),
             weights.embedding.data_ptr(),
             self._cos.data_ptr(),
             self._sin.data_ptr(),
-            weights.norm.data_ptr(),
+            0 if weights.norm is None else weights.norm.data_ptr(),
             *_weight_of(weights.head),
+            0 if states is None else states.data_ptr(),
+            self._captured_layers.data_ptr(),
+            len(self._captured_layers),
             len(weights.layers),
             config.hidden_size,
             config.intermediate_size,

@@ -90,7 +90,7 @@ def load_model(
     form = form or form_on(config, dtype, device, numerics)
     if device.type != "cpu":
         num_outputs = None
-    reader = _WeightReader(
+    reader = WeightReader(
         config, TensorReader(folder, dtype, device), form.weight_format, quantization, rows, num_outputs
     )
     weights = reader.read(chosen, progress or (lambda done, total: None), ends)
@@ -129,7 +129,7 @@ def choose_layers(choice: LayerChoice, num_layers: int) -> Sequence[int]:
     return choice
 
 
-class _WeightReader:
+class WeightReader:
     """Reads weights by their names in the supported families, and prepares each weight as soon as it is read."""
 
     def __init__(
@@ -138,8 +138,8 @@ class _WeightReader:
         tensors: TensorReader,
         weight_format: WeightFormat,
         quantization: Quantization | None,
-        rows: Sequence[int] | None,
-        num_outputs: int | None,
+        rows: Sequence[int] | None = None,
+        num_outputs: int | None = None,
     ) -> None:
         self._config = config
         self._tensors = tensors
@@ -158,54 +158,55 @@ class _WeightReader:
         progress(1, num_parts)
         read_layers = []
         for index in layers:
-            read_layers.append(self._layer(index))
+            layer = f"model.layers.{index}"
+            read_layers.append(self.layer(layer, self.norm(f"{layer}.input_layernorm"), self._config.hidden_size))
             progress(1 + len(read_layers), num_parts)
-        norm = self._norm("model.norm") if ends is None else ends.norm
+        norm = self.norm("model.norm") if ends is None else ends.norm
         head = self._head(embedding) if ends is None else ends.head
         progress(num_parts, num_parts)
         return ModelWeights(embedding, tuple(read_layers), norm, head)
 
     def _embedding(self) -> torch.Tensor:
-        return self._by_token("model.embed_tokens.weight")
+        return self.by_token("model.embed_tokens.weight")
 
-    def _by_token(self, name: str) -> torch.Tensor:
+    def by_token(self, name: str) -> torch.Tensor:
         """Returns a weight that has a row for each token."""
         weight = self._tensors.read([(name, self._config.vocab_size)], self._config.hidden_size)
         return weight if self._rows is None else weight[torch.tensor(self._rows, device=weight.device)]
 
     def _head(self, embedding: torch.Tensor) -> Linear:
         """Returns the head, which is never quantized."""
-        weight = embedding if self._config.tie_word_embeddings else self._by_token("lm_head.weight")
+        weight = embedding if self._config.tie_word_embeddings else self.by_token("lm_head.weight")
         return self._format.make_linear(weight[: self._num_outputs])
 
-    def _layer(self, index: int) -> LayerWeights:
+    def layer(self, layer: str, input_norm: torch.Tensor | None, attention_inputs: int) -> LayerWeights:
+        """Returns the layer whose weights' names begin with `layer`; `attention_inputs`: in_features of its qkv."""
         config, hidden, intermediate = self._config, self._config.hidden_size, self._config.intermediate_size
-        layer = f"model.layers.{index}"
         attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
         return LayerWeights(
-            input_norm=self._norm(f"{layer}.input_layernorm"),
-            qkv=self._linear(
+            input_norm=input_norm,
+            qkv=self.linear(
                 (f"{attention}.q_proj", config.q_size),
                 (f"{attention}.k_proj", config.kv_size),
                 (f"{attention}.v_proj", config.kv_size),
-                in_features=hidden,
+                in_features=attention_inputs,
                 has_bias=config.has_qkv_bias,
             ),
             qk_norm=self._qk_norm(attention),
-            output=self._linear(
+            output=self.linear(
                 (f"{attention}.o_proj", hidden), in_features=config.q_size, has_bias=config.has_output_bias
             ),
-            post_attention_norm=self._norm(f"{layer}.post_attention_layernorm"),
-            gate_up=self._linear(
+            post_attention_norm=self.norm(f"{layer}.post_attention_layernorm"),
+            gate_up=self.linear(
                 (f"{mlp}.gate_proj", intermediate),
                 (f"{mlp}.up_proj", intermediate),
                 in_features=hidden,
                 has_bias=config.has_mlp_bias,
             ),
-            down=self._linear((f"{mlp}.down_proj", hidden), in_features=intermediate, has_bias=config.has_mlp_bias),
+            down=self.linear((f"{mlp}.down_proj", hidden), in_features=intermediate, has_bias=config.has_mlp_bias),
         )
 
-    def _linear(self, *parts: tuple[str, int], in_features: int, has_bias: bool) -> Linear:
+    def linear(self, *parts: tuple[str, int], in_features: int, has_bias: bool) -> Linear:
         """Returns a single product for several projections of the same input; their weights are stacked by rows."""
         weight = self._tensors.read([(f"{name}.weight", out) for name, out in parts], in_features)
         bias = self._tensors.read([(f"{name}.bias", out) for name, out in parts]) if has_bias else None
@@ -213,8 +214,9 @@ class _WeightReader:
             weight if self._quantization is None else quantize(weight, self._quantization), bias
         )
 
-    def _norm(self, name: str) -> torch.Tensor:
-        return self._format.make_norm_weight(self._tensors.read([(f"{name}.weight", self._config.hidden_size)]))
+    def norm(self, name: str, size: int | None = None) -> torch.Tensor:
+        """Returns the weight of a norm over `size` values; None: `hidden_size`."""
+        return self._format.make_norm_weight(self._tensors.read([(f"{name}.weight", size or self._config.hidden_size)]))
 
     def _qk_norm(self, attention: str) -> torch.Tensor | None:
         config = self._config

@@ -8,6 +8,7 @@ There are two other forms: `triton_model.py` records steps and has kernels for a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -17,9 +18,20 @@ from cluster.engine.attention import GatheredAttention
 from cluster.engine.batch import Batch
 from cluster.engine.kv_cache import KVCache
 from cluster.engine.linear import TorchWeightFormat
-from cluster.engine.model_config import ModelConfig
+from cluster.engine.model_config import AFTER_NORM, ModelConfig
 from cluster.engine.rope import rotary_table
 from cluster.engine.weights import ModelWeights, WeightFormat
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputs:
+    """Inputs of the first layer, in place of those that a decoder computes from its embeddings.
+
+    Contiguous, and of the dtype of the model's activations.
+    """
+
+    residual: torch.Tensor  # [num_tokens, hidden_size]: what the layer's outputs are added to
+    attention: torch.Tensor  # [num_tokens, in_features of the layer's `qkv`]
 
 
 class Model(ABC):
@@ -27,6 +39,7 @@ class Model(ABC):
 
     weight_format: ClassVar[WeightFormat]
     is_invariant: ClassVar[bool]  # whether a row has the same bits for any batch and any division of the work
+    activations: ClassVar[torch.dtype | None] = None  # dtype of `LayerInputs`; None: that of the weights
     records_steps: ClassVar[bool] = False  # whether `prepare` records steps, which take memory; bursts need them
 
     def __init__(self, config: ModelConfig, weights: ModelWeights, kv_cache: KVCache) -> None:
@@ -43,9 +56,20 @@ class Model(ABC):
         The cache must be empty.
         """
 
+    def _capture(self, layer: int, hidden: torch.Tensor, batch: Batch) -> None:
+        """Stores `hidden` [num_tokens, hidden_size], the state after `layer` layers, if it is to be captured."""
+        states = self._kv_cache.states
+        if states is not None:
+            for place, captured in enumerate(self.config.captured_layers):
+                if captured == layer:
+                    start = place * self.config.hidden_size
+                    states[:, start : start + self.config.hidden_size].index_copy_(0, batch.slots, hidden)
+
     @abstractmethod
-    def forward(self, batch: Batch) -> torch.Tensor:
-        """Runs a step: writes the KV of every row of `batch` to the cache.
+    def forward(self, batch: Batch, inputs: LayerInputs | None = None) -> torch.Tensor:
+        """Runs a step: writes the KV and the captured states of every row of `batch` to the cache.
+
+        `inputs`: if not None, the tokens of `batch` are not read.
 
         Returns the logits of the batch's logit rows, float32 [num_logit_rows, vocab_size].
         """
@@ -68,13 +92,14 @@ class TorchModel(Model):
         self._signed_sin = torch.cat([-sin, sin], dim=-1)[:, None].to(weights.device, weights.dtype)
 
     @torch.inference_mode()
-    def forward(self, batch: Batch) -> torch.Tensor:
+    def forward(self, batch: Batch, inputs: LayerInputs | None = None) -> torch.Tensor:
         weights, kv_cache = self._weights, self._kv_cache
         attention = GatheredAttention(batch, kv_cache.block_size)
         cos, signed_sin = self._cos[batch.positions], self._signed_sin[batch.positions]
-        hidden = F.embedding(batch.token_ids, weights.embedding)
+        hidden = F.embedding(batch.token_ids, weights.embedding) if inputs is None else inputs.residual
         for index, layer in enumerate(weights.layers):
-            qkv = layer.qkv(self._norm(hidden, layer.input_norm))
+            self._capture(index, hidden, batch)
+            qkv = layer.qkv(self._norm(hidden, layer.input_norm) if inputs is None or index else inputs.attention)
             query, keys, values = self._rotated_heads(qkv, layer.qk_norm, cos, signed_sin)
             kv_cache.write(index, keys, values, batch.slots)
             span = self.config.attention_span(index)
@@ -83,6 +108,9 @@ class TorchModel(Model):
 
             gate, up = layer.gate_up(self._norm(hidden, layer.post_attention_norm)).chunk(2, dim=-1)
             hidden = hidden + layer.down(F.silu(gate) * up)
+        self._capture(len(weights.layers), hidden, batch)
+        if self.config.captures_end:
+            self._capture(AFTER_NORM, self._norm(hidden, weights.norm), batch)
         return weights.head(self._norm(hidden[batch.logit_rows], weights.norm)).float()
 
     def _rotated_heads(
@@ -102,6 +130,10 @@ class TorchModel(Model):
         rotated = to_rotate * cos + turned * signed_sin
         return rotated[:, : config.num_heads], rotated[:, config.num_heads :], values
 
-    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        normed = F.rms_norm(x.float(), (x.shape[-1],), eps=self.config.rms_norm_eps)
-        return weight * normed.to(x.dtype)
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        return x if weight is None else rms_norm(x, weight, self.config.rms_norm_eps)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Returns the norm of each row of `x` (Zhang and Sennrich, arXiv 1910.07467), computed in float32."""
+    return weight * F.rms_norm(x.float(), (x.shape[-1],), eps=eps).to(x.dtype)

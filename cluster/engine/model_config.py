@@ -11,6 +11,9 @@ from typing import Any
 from cluster.engine.rope_config import RopeConfig, Values
 from cluster.errors import ConfigurationError
 
+AFTER_NORM = -1
+"In `captured_layers`: the state after the last norm, from which the head computes logits."
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
@@ -33,6 +36,7 @@ class ModelConfig:
     has_mlp_bias: bool = False
     has_qk_norm: bool = False  # whether each head's query and key are normalized before the rotation
     sliding_windows: tuple[int, ...] = ()  # window of each layer, in tokens; empty: no layer has one
+    captured_layers: tuple[int, ...] = ()  # numbers of layers before the states that steps store, or AFTER_NORM
     mask_token_id: int | None = None  # PARD's `pard_token`: with it as input the model drafts several tokens at once
 
     @property
@@ -42,6 +46,16 @@ class ModelConfig:
     @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def state_size(self) -> int:
+        """Number of values that a step stores for each token in addition to keys and values."""
+        return len(self.captured_layers) * self.hidden_size
+
+    @property
+    def captures_end(self) -> bool:
+        """True if a step stores states from after the last layer, so that it computes this end for all rows."""
+        return self.num_layers in self.captured_layers or AFTER_NORM in self.captured_layers
 
     def resolve_max_model_len(self, wanted: int | None) -> int:
         """Returns `wanted`, or the model's limit if `wanted` is None. Raises ConfigurationError above the limit."""
@@ -70,11 +84,16 @@ class ModelConfig:
     @classmethod
     def from_folder(cls, folder: Path) -> ModelConfig:
         """Reads the shape from `folder`. Raises ConfigurationError if the engine does not support the model."""
-        values = _read_json(folder / "config.json")
+        values = read_json(folder / "config.json")
         architecture = (values.get("architectures") or ["none"])[0]
         family = FAMILIES.get(architecture)
         if family is None:
             raise ConfigurationError(f"{folder} holds a {architecture}; supported: {', '.join(FAMILIES)}")
+        return cls.from_values(family, folder, values)
+
+    @classmethod
+    def from_values(cls, family: Family, folder: Path, values: Values) -> ModelConfig:
+        """Returns the shape that `values`, read from `folder`, describe. Raises ConfigurationError."""
         try:
             _refuse_unsupported_options(family, values)
             return cls._from_values(family, folder, {**family.defaults, **values})
@@ -172,7 +191,7 @@ def _refuse_unsupported_options(family: Family, values: Values) -> None:
         raise ValueError(f"quantization {method!r} is not supported; supported: weights in floating point")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -187,7 +206,7 @@ def eos_token_ids(folder: Path, values: Values | None = None) -> tuple[int, ...]
     Combines the tokens of all configuration files, because fine-tunes often change only that of the tokenizer. Raises
     ConfigurationError if a file cannot be read.
     """
-    values = _read_json(folder / "config.json") if values is None else values
+    values = read_json(folder / "config.json") if values is None else values
     generation = _read_json_if_any(folder / "generation_config.json")
     found: dict[int, None] = {}  # in order, without duplicates
     for eos in (values.get("eos_token_id"), generation.get("eos_token_id"), _tokenizers_eos(folder)):
@@ -211,4 +230,4 @@ def _tokenizers_eos(folder: Path) -> int | None:
 
 
 def _read_json_if_any(path: Path) -> dict[str, Any]:
-    return _read_json(path) if path.is_file() else {}
+    return read_json(path) if path.is_file() else {}

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from cluster.config.workers import DEFAULT_KV_CACHE_BYTES, LayerChoice, Numerics, WorkerConfig
-from cluster.engine.batch import Segment, pack, slots_of
+from cluster.engine.batch import Batch, Segment, pack, slots_of
 from cluster.engine.blocks import BlockManager
 from cluster.engine.graph_memory import StepModel, graph_bytes, graph_sizes
 from cluster.engine.kv_cache import KVCache, block_bytes
 from cluster.engine.loader import LoadedModel, Progress, load_model, resolve_device, resolve_dtype
+from cluster.engine.model import LayerInputs
 from cluster.engine.quantization import Quantization
 from cluster.engine.weights import ModelWeights
 from cluster.errors import ConfigurationError
@@ -64,10 +65,19 @@ class ModelRunner:
         runner.model.prepare(config.max_num_batched_tokens, _max_context(config, loaded))
         return runner
 
-    def run(self, segments: Sequence[Segment]) -> torch.Tensor:
-        """Runs one step. Returns the logits of the segments' logit rows, in order, [num_logit_rows, vocab_size]."""
+    @property
+    def states(self) -> torch.Tensor:
+        """The hidden states that the model captures, [num_slots, state_size]."""
+        assert self._kv_cache.states is not None, "the model captures no states"
+        return self._kv_cache.states
+
+    def run(self, segments: Sequence[Segment], inputs: Callable[[Batch], LayerInputs] | None = None) -> torch.Tensor:
+        """Runs one step. Returns the logits of the segments' logit rows, in order, [num_logit_rows, vocab_size].
+
+        `inputs`: computes the inputs of the first layer; None: the embeddings of the segments' tokens.
+        """
         batch = pack(segments, self.blocks.block_size, self.model.device)
-        return self.model.forward(batch)
+        return self.model.forward(batch, None if inputs is None else inputs(batch))
 
     def wait(self) -> None:
         """Waits until all submitted work is computed; a GPU computes asynchronously."""

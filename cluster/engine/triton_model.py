@@ -16,8 +16,8 @@ from cluster.engine.gpu_kernels.rotation import rotate_and_write
 from cluster.engine.gpu_kernels.tiles import SPLIT
 from cluster.engine.graph_memory import graph_sizes
 from cluster.engine.kv_cache import KVCache
-from cluster.engine.model import Model
-from cluster.engine.model_config import ModelConfig
+from cluster.engine.model import LayerInputs, Model
+from cluster.engine.model_config import AFTER_NORM, ModelConfig
 from cluster.engine.rope import rotary_table
 from cluster.engine.step_graphs import CudaRecorder, Recorder, StepGraphs
 from cluster.engine.triton_linear import FixedOrderWeightFormat, GpuWeightFormat
@@ -98,24 +98,41 @@ class TritonModel(Model):
         )
 
     @torch.inference_mode()
-    def forward(self, batch: Batch) -> torch.Tensor:
+    def forward(self, batch: Batch, inputs: LayerInputs | None = None) -> torch.Tensor:
+        if inputs is not None:
+            return self.compute(batch, inputs)
         logits = None if self._graphs is None else self._graphs.run(batch)
         return self.compute(batch) if logits is None else logits
 
-    def compute(self, batch: Batch) -> torch.Tensor:
+    def compute(self, batch: Batch, inputs: LayerInputs | None = None) -> torch.Tensor:
         """Computes a step without recorded graphs. `record` records this method."""
         weights, kv_cache, eps = self._weights, self._kv_cache, self.config.rms_norm_eps
         attention = PagedAttention(batch, self.block_size, batch.block_tables.shape[1] * self.block_size)
-        hidden, addend = F.embedding(batch.token_ids, weights.embedding), None
+        hidden = F.embedding(batch.token_ids, weights.embedding) if inputs is None else inputs.residual
+        addend = None
         for index, layer in enumerate(weights.layers):
             keys, values = kv_cache.keys[index], kv_cache.values[index]
-            hidden, normed = add_and_norm(hidden, addend, layer.input_norm, eps)
+            if inputs is not None and index == 0:
+                normed = inputs.attention
+            else:
+                assert layer.input_norm is not None
+                hidden, normed = add_and_norm(hidden, addend, layer.input_norm, eps)
+            self._capture(index, hidden, batch)
             query = rotate_and_write(layer.qkv(normed), layer.qk_norm, self._angles, batch, keys, values, eps)
             attended = attention.attend(query, keys, values, self.config.attention_span(index))
             hidden, normed = add_and_norm(hidden, layer.output(attended.flatten(1)), layer.post_attention_norm, eps)
             addend = layer.down(gated(layer.gate_up(normed)))
-        rows = batch.logit_rows
-        _, normed = add_and_norm(hidden[rows], None if addend is None else addend[rows], weights.norm, eps)
+        rows, captures_end = batch.logit_rows, self.config.captures_end
+        if not captures_end:
+            hidden, addend = hidden[rows], None if addend is None else addend[rows]
+        if weights.norm is None:
+            hidden = normed = hidden if addend is None else hidden + addend
+        else:
+            hidden, normed = add_and_norm(hidden, addend, weights.norm, eps)
+        if captures_end:
+            self._capture(len(weights.layers), hidden, batch)
+            self._capture(AFTER_NORM, normed, batch)
+            normed = normed[rows]
         return weights.head(normed).float()
 
 

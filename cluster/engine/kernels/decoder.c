@@ -40,17 +40,52 @@ TARGET static void embed(const Model *m, const Step *s, float *hidden) {
         }
 }
 
+/* Writes the rows of x, the states after `layer` layers, to the slots of their rows if they are to be captured. */
+TARGET static void capture(const Model *m, const Step *s, const float *x, int64_t layer) {
+    for (int64_t place = 0; place < m->num_captured; place++) {
+        if (m->captured_layers[place] != layer) continue;
+        for (int64_t row = 0; row < s->num_rows; row++)
+            for (int64_t i = 0; i < m->hidden_size; i += LANES) {
+                const __mmask16 mask = first_lanes(m->hidden_size - i);
+                const int64_t index = (s->slots[row] * m->num_captured + place) * m->hidden_size + i;
+                store(m->states, index, mask, _mm512_maskz_loadu_ps(mask, x + row * m->hidden_size + i), (int)m->is_bfloat16);
+            }
+    }
+}
+
+static int captures_end(const Model *m) {
+    for (int64_t place = 0; place < m->num_captured; place++)
+        if (m->captured_layers[place] == m->num_layers || m->captured_layers[place] == AFTER_NORM) return 1;
+    return 0;
+}
+
+/* Moves the rows whose logits are wanted to the beginning; they are in ascending order. */
+static void keep_logit_rows(const Model *m, const Step *s, float *x) {
+    const int64_t size = m->hidden_size;
+    for (int64_t i = 0; i < s->num_logit_rows; i++)
+        memmove(x + i * size, x + s->logit_rows[i] * size, (size_t)size * sizeof(float));
+}
+
 int decode(const Model *m, const Step *s, int num_threads) {
     const int64_t n = s->num_rows, size = m->hidden_size;
     float *hidden = s->scratch + n * product_scratch_size(m), *normed = hidden + n * size, *delta = normed + n * size;
     float *qkv = delta + n * size, *attended = qkv + n * qkv_size(m), *gate_up = attended + n * m->num_heads * m->head_dim;
     float *product = gate_up + n * 2 * m->intermediate_size;
-    embed(m, s, hidden);
+    if (s->residual == NULL)
+        embed(m, s, hidden);
+    else
+        memcpy(hidden, s->residual, (size_t)(n * size) * sizeof(float));
     for (int64_t i = 0; i < m->num_layers; i++) {
         const Layer *l = &m->layers[i];
-        const Norm input_norm = {hidden, i > 0 ? delta : NULL, l->input_norm, normed, size, s->eps};
-        add_rms_norm(&input_norm, n, num_threads);
-        project(s, &l->qkv, normed, qkv, n, num_threads);
+        const float *attention_input = normed;
+        if (i == 0 && s->attention_input != NULL) {
+            attention_input = s->attention_input;
+        } else {
+            const Norm input_norm = {hidden, i > 0 ? delta : NULL, l->input_norm, normed, size, s->eps};
+            add_rms_norm(&input_norm, n, num_threads);
+        }
+        capture(m, s, hidden, i);
+        project(s, &l->qkv, attention_input, qkv, n, num_threads);
         const Rotary rotary = {
             .qkv = qkv, .norm = l->qk_norm, .cos = m->cos, .sin = m->sin, .positions = s->positions, .slots = s->slots,
             .keys = l->keys, .values = l->values, .num_heads = m->num_heads, .num_kv_heads = m->num_kv_heads,
@@ -74,13 +109,17 @@ int decode(const Model *m, const Step *s, int num_threads) {
         silu_and_mul(&gate, n, num_threads);
         project(s, &l->down, product, delta, n, num_threads);
     }
-    /* The rows whose logits are wanted close ranks; they are in ascending order. */
-    for (int64_t i = 0; i < s->num_logit_rows; i++) {
-        memmove(hidden + i * size, hidden + s->logit_rows[i] * size, (size_t)size * sizeof(float));
-        memmove(delta + i * size, delta + s->logit_rows[i] * size, (size_t)size * sizeof(float));
-    }
     const Norm norm = {hidden, m->num_layers > 0 ? delta : NULL, m->norm, normed, size, s->eps};
-    add_rms_norm(&norm, s->num_logit_rows, num_threads);
+    if (captures_end(m)) {
+        add_rms_norm(&norm, n, num_threads);
+        capture(m, s, hidden, m->num_layers);
+        capture(m, s, normed, AFTER_NORM);
+        keep_logit_rows(m, s, normed);
+    } else {
+        keep_logit_rows(m, s, hidden);
+        keep_logit_rows(m, s, delta);
+        add_rms_norm(&norm, s->num_logit_rows, num_threads);
+    }
     project(s, &m->head, normed, s->logits, s->num_logit_rows, num_threads);
     return 0;
 }

@@ -1,5 +1,6 @@
 /* What lies between the products of a layer, a row a task. */
 #include <math.h>
+#include <string.h>
 
 #include "kernels.h"
 
@@ -26,7 +27,10 @@ TARGET static void add_rms_norm_row(const void *job, int64_t row) {
         __m512 delta = _mm512_maskz_loadu_ps(mask, n->delta + row * n->size + i);
         _mm512_mask_storeu_ps(hidden + i, mask, _mm512_add_ps(_mm512_maskz_loadu_ps(mask, hidden + i), delta));
     }
-    rms_norm(hidden, n->weight, n->size, n->eps, n->y + row * n->size);
+    if (n->weight == NULL)
+        memcpy(n->y + row * n->size, hidden, (size_t)n->size * sizeof(float));
+    else
+        rms_norm(hidden, n->weight, n->size, n->eps, n->y + row * n->size);
 }
 
 void add_rms_norm(const Norm *norm, int64_t num_rows, int num_threads) {
