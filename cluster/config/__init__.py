@@ -102,6 +102,24 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _heads_can_work(self) -> Config:
+        if self.draft.drafter != "eagle" or not self.has_drafter:
+            return self
+        if not self.drafts_in_process:
+            raise ValueError(
+                f"draft.drafter eagle reads the target's hidden states: leave draft.placement out, or set it to "
+                f"in-process, not {self.draft.placement}"
+            )
+        if self.target.engine != "torch":
+            raise ValueError(
+                f"draft.drafter eagle needs target.engine torch, not {self.target.engine}: with vLLM set draft.drafter "
+                "engine and draft.speculative_config {method: eagle3, model: ...}"
+            )
+        if self.draft.in_process_threads == "own":
+            raise ValueError("draft.drafter eagle drafts in the target's thread: leave draft.in_process_threads out")
+        return self
+
+    @model_validator(mode="after")
     def _in_process_can_work(self) -> Config:
         if not self.drafts_in_process:
             return self
@@ -147,9 +165,10 @@ class Config(Section):
             return self
         if self.target.engine != "torch":
             raise ValueError(f"acceptance rejection needs target.engine torch, not {self.target.engine}")
-        if self.draft.drafter in ("ngram", "vllm", "simulated"):
+        if self.draft.drafter in ("ngram", "eagle", "vllm", "simulated"):
             raise ValueError(
-                f"acceptance rejection needs the draft's probabilities: draft.drafter {self.draft.drafter} has none"
+                "acceptance rejection needs a second computation of the draft's probabilities, which draft.drafter "
+                f"{self.draft.drafter} does not support: set acceptance coupled, or choose another draft.drafter"
             )
         return self
 

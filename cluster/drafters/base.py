@@ -39,6 +39,8 @@ class DraftSequence:
     num_committed: int = 0
     num_added: int = 0  # number of committed tokens here minus the target's number of committed tokens
     is_exhausted: bool = False  # whether the drafter cannot propose anything after the committed tokens
+    lacks_states: bool = False  # whether this is because the target has not computed its states yet
+    wire_id: int = 0  # the sequence's number on its link
     to_extend: list[int] = field(default_factory=list)  # nodes to extend in the next step; empty: the main path's end
     parents: list[int] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)  # best score among the node's siblings minus the node's score
@@ -207,7 +209,7 @@ class DraftSequence:
         rest = descendants_of(node, self.parents) if still_fit else []
         self._replant(news, node, rest)
         self.num_added += num_added
-        self.is_exhausted = False
+        self.is_exhausted = self.lacks_states = False
         return came_true + rest
 
     def _replant(self, news: Sequence[int], root: int, nodes: Sequence[int]) -> None:
@@ -224,6 +226,9 @@ class DraftSequence:
             end = start + len(list(siblings))
             self.extend(parent, drafts[start:end], gaps[start:end])
             start = end
+
+    def drop_drafts(self) -> None:
+        self._replant([], -1, [])
 
     def is_behind(self, base: int) -> bool:
         """Returns True if this worker has fewer than `base` committed tokens."""

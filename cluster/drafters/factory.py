@@ -14,9 +14,11 @@ from cluster.drafters.ngram import NgramDrafter
 from cluster.drafters.parallel import ParallelDrafter
 from cluster.drafters.simulated import SimulatedDrafter
 from cluster.engine.cpu_kernels import has_kernels
+from cluster.engine.eagle import EagleHead, load_eagle_head
 from cluster.engine.limits import StepLimits
 from cluster.engine.loader import LoadedModel, Progress
 from cluster.engine.model_config import ModelConfig
+from cluster.engine.quantization import Quantization
 from cluster.engine.runner import ModelRunner, kv_cache_budget, load_weights
 from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder
@@ -105,6 +107,14 @@ def _check_shared(config: Config, target: LoadedModel) -> None:
             )
 
 
+def load_head(config: Config, target: LoadedModel) -> EagleHead:
+    """Returns the EAGLE head that `config` names, which shares tensors with `target`. Raises ConfigurationError."""
+    draft = config.draft
+    _check_shared(config, target)
+    quantization = draft.quantization and Quantization.named(draft.quantization, draft.quantization_group_size)
+    return load_eagle_head(resolve_model_folder(draft.model), target, quantization)
+
+
 def model_drafter(config: Config, runner: ModelRunner, vocabulary: VocabularyMap | None = None) -> Drafter:
     """Returns the drafter with the model and cache of `runner`, which was loaded with `vocabulary`."""
     max_model_len = runner.model.config.resolve_max_model_len(config.draft.max_model_len)
@@ -151,6 +161,10 @@ def _vllm(config: Config, progress: Progress | None, vocabulary: VocabularyMap |
     return VllmDrafter(DraftEngine(config.draft), config.draft.max_num_seqs, vocabulary)
 
 
+def _eagle(config: Config, progress: Progress | None, vocabulary: VocabularyMap | None) -> Drafter:
+    raise ConfigurationError("draft.drafter eagle drafts inside the target: it has no draft workers")
+
+
 def _engine(config: Config, progress: Progress | None, vocabulary: VocabularyMap | None) -> Drafter:
     raise ConfigurationError("draft.drafter engine drafts inside the target: it has no draft workers")
 
@@ -173,6 +187,7 @@ _DRAFTERS: dict[DrafterName, Callable[[Config, Progress | None, VocabularyMap | 
     **dict.fromkeys(_OF_TARGET, _model_drafter),
     "ngram": _ngram,
     "vllm": _vllm,
+    "eagle": _eagle,
     "engine": _engine,
     "simulated": _simulated,
 }

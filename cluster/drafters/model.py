@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Cache:
-    """KV cache of one sequence. Node n of the tree has place `num_committed + n` in the cache."""
+    """KV cache of one sequence. Node n of the tree has the n-th place after those of the committed tokens."""
 
     block_table: list[int]
     num_computed_tokens: int  # computed tokens among the committed tokens; all of these if there are drafts
@@ -52,6 +52,8 @@ class ModelDrafter(Drafter):
     `admit` allocates blocks for a sequence's tokens and window; `draft` allocates more as the sequence grows. `draft`
     returns the sequences that cannot grow.
     """
+
+    _num_without_place = 0  # first tokens of a sequence that have no place in the cache
 
     def __init__(
         self,
@@ -94,8 +96,9 @@ class ModelDrafter(Drafter):
     def admit(self, sequence: DraftSequence) -> bool:
         if len(self._caches) >= self._limits.max_num_seqs or len(sequence.token_ids) >= self.max_model_len:
             return False
-        num_tokens = min(len(sequence.token_ids) + sequence.window, self.max_model_len)
-        allocated = self._runner.blocks.allocate_for(sequence.token_ids, num_tokens, root=sequence.cache_root or None)
+        num_tokens = min(len(sequence.token_ids) + sequence.window, self.max_model_len) - self._num_without_place
+        token_ids = sequence.token_ids[self._num_without_place :]
+        allocated = self._runner.blocks.allocate_for(token_ids, num_tokens, root=self._root(sequence))
         if allocated is None:
             return False
         self._caches[sequence] = _Cache(*allocated)
@@ -126,7 +129,7 @@ class ModelDrafter(Drafter):
             PromptPart(num_tokens, part.num_before) for num_tokens, part in zip(shares, left, strict=True) if num_tokens
         ]
         if step.segments:
-            logits = self._proposable(self._runner.run(step.segments))
+            logits = self._proposable(self._run(step))
             burst = None if prompts else self._burst
             if burst is None or not self._may_burst(burst, step.extended):
                 self._extend(step.extended, logits)
@@ -155,16 +158,25 @@ class ModelDrafter(Drafter):
     def release(self, sequence: DraftSequence) -> None:
         self._runner.blocks.free(self._caches.pop(sequence).block_table)
 
+    def _run(self, step: LevelStep) -> torch.Tensor:
+        """Returns the logits of `step`, [num_logit_rows, the model's vocabulary]."""
+        return self._runner.run(step.segments)
+
+    def _root(self, sequence: DraftSequence) -> bytes | None:
+        """Returns the root of the hashes of the sequence's blocks."""
+        return sequence.cache_root or None
+
     def _grow(self, sequence: DraftSequence) -> bool:
         """Allocates blocks for all tokens of `sequence`. Returns False if too few are free."""
-        cache, blocks = self._caches[sequence], self._runner.blocks
-        if not blocks.grow(cache.block_table, len(sequence.token_ids)):
+        cache, blocks, first = self._caches[sequence], self._runner.blocks, self._num_without_place
+        if not blocks.grow(cache.block_table, len(sequence.token_ids) - first):
             return False
-        blocks.cache(cache.block_table, sequence.token_ids, cache.num_computed_tokens, sequence.cache_root or None)
+        root = self._root(sequence)
+        blocks.cache(cache.block_table, sequence.token_ids, cache.num_computed_tokens, root, first)
         return True
 
     def _num_uncomputed(self, sequence: DraftSequence) -> int:
-        return sequence.num_committed - self._caches[sequence].num_computed_tokens
+        return sequence.num_committed - self._num_without_place - self._caches[sequence].num_computed_tokens
 
     def _num_round_tokens(self, sequence: DraftSequence) -> int:
         """Returns the maximum number of uncomputed tokens after a round.
@@ -180,7 +192,7 @@ class ModelDrafter(Drafter):
     def _add(self, step: LevelStep, sequence: DraftSequence, most: int) -> None:
         """Adds at most `most` rows of `sequence` to `step`."""
         if most > 0:
-            segment, nodes = _next_segment(sequence, self._caches[sequence], most)
+            segment, nodes = _next_segment(sequence, self._caches[sequence], most, self._num_without_place)
             step.add(segment)
             step.extended.extend((sequence, node, 1) for node in nodes)
 
@@ -255,19 +267,22 @@ class ModelDrafter(Drafter):
             sequence.extend(node, token_ids[: sequence.width], gaps[: sequence.width])
 
 
-def _next_segment(sequence: DraftSequence, cache: _Cache, budget: int) -> tuple[Segment, list[int]]:
-    """Returns the rows of `sequence` in this step, at most `budget`, and the nodes that get children from them."""
-    start, end = cache.num_computed_tokens, sequence.num_committed
+def _next_segment(sequence: DraftSequence, cache: _Cache, budget: int, first: int) -> tuple[Segment, list[int]]:
+    """Returns the rows of `sequence` in this step, at most `budget`, and the nodes that get children from them.
+
+    `first`: number of tokens before that of place 0.
+    """
+    start, end = cache.num_computed_tokens, sequence.num_committed - first
     if start < end:
-        end = min(end, start + budget)
-        cache.num_computed_tokens = end
-        is_complete = end == sequence.num_committed
-        segment = Segment(sequence.token_ids[start:end], start, cache.block_table, num_logits=int(is_complete))
+        is_complete = end <= start + budget
+        cache.num_computed_tokens = end = min(end, start + budget)
+        token_ids = sequence.token_ids[first + start : first + end]
+        segment = Segment(token_ids, start, cache.block_table, num_logits=int(is_complete))
         return segment, [-1] if is_complete else []
     nodes = (sequence.to_extend or [sequence.tip])[:budget]
     assert cache.computed_nodes.isdisjoint(nodes)
     cache.computed_nodes.update(nodes)
-    token_ids = [sequence.token_ids[end + node] for node in nodes]
+    token_ids = [sequence.token_of(node) for node in nodes]
     if sequence.is_chain:
         return Segment(token_ids, end + nodes[0], cache.block_table, num_logits=1), nodes
     return Segment(token_ids, end, cache.block_table, len(nodes), sequence.parents, nodes), nodes

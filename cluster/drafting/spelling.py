@@ -53,6 +53,7 @@ class Spelling:
             window=opening.window,
             cache_root=opening.cache_root,
             num_added=len(token_ids) - len(opening.token_ids),
+            wire_id=opening.wire_id,
         )
 
     def advance(self, sequence: DraftSequence, advance: Advance) -> tuple[Advance, int]:

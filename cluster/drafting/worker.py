@@ -205,7 +205,7 @@ class DraftWorker:
         self._record_step(batch, num_rows, seconds, first_for)
         for entry in batch:
             entry.lacks = None
-            if entry.sequence.parents or entry.sequence.is_exhausted:
+            if entry.sequence.parents or (entry.sequence.is_exhausted and not entry.sequence.lacks_states):
                 entry.is_computed, entry.is_behind = True, False
         for entry in [entry for entry in batch if entry.sequence in stuck]:
             self._release(entry)

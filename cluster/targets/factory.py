@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -14,7 +15,15 @@ from cluster.config.workers import EngineName
 from cluster.coordination.base import LinkPool
 from cluster.coordination.pool import DraftPool
 from cluster.drafters.base import Drafter
-from cluster.drafters.factory import is_model, load_draft_model, load_draft_weights, make_drafter, model_drafter
+from cluster.drafters.eagle import EagleDrafter, TargetStates
+from cluster.drafters.factory import (
+    is_model,
+    load_draft_model,
+    load_draft_weights,
+    load_head,
+    make_drafter,
+    model_drafter,
+)
 from cluster.drafters.pairing import draft_vocabulary
 from cluster.engine.blocks import BlockManager
 from cluster.engine.invariance import check_invariance
@@ -61,7 +70,11 @@ def _torch(config: Config, fingerprint: str, progress: Progress | None) -> Targe
     target = config.target
     loaded = load_weights(target, dtype_on_cpu=torch.bfloat16, progress=progress, numerics=target.numerics)
     pool: LinkPool
-    if config.drafts_in_process:
+    states = None
+    if config.drafts_in_process and config.draft.drafter == "eagle":
+        states, pool = _with_head(config, loaded)
+        runner = states.runner
+    elif config.drafts_in_process:
         runner, pool = _with_drafter(config, loaded)
     else:
         runner = ModelRunner.with_cache(loaded, target, kv_cache_budget(target, loaded.weights.device))
@@ -70,7 +83,7 @@ def _torch(config: Config, fingerprint: str, progress: Progress | None) -> Targe
         check_invariance(runner)
     rejection = _rejection(config, runner) if config.speculation.acceptance == "rejection" else None
     limits = StepLimits.of(target, runner.model.config.resolve_max_model_len(target.max_model_len))
-    return TorchTarget(target.model, runner, limits, pool, _speculation(config, pool), rejection)
+    return TorchTarget(target.model, runner, limits, pool, _speculation(config, pool), rejection, states)
 
 
 def _with_drafter(config: Config, loaded: LoadedModel) -> tuple[ModelRunner, InProcessPool]:
@@ -91,6 +104,20 @@ def _with_drafter(config: Config, loaded: LoadedModel) -> tuple[ModelRunner, InP
         reads_much=draft_runner.model.num_bytes_read >= _BYTES_FOR_ALL_THREADS,
     )
     return runner, pool
+
+
+def _with_head(config: Config, loaded: LoadedModel) -> tuple[TargetStates, InProcessPool]:
+    """Returns the target's runner, which keeps its hidden states, and a pool with the head that drafts from them."""
+    target, draft = config.target, config.draft
+    head = load_head(config, loaded)
+    captured = replace(loaded.config, captured_layers=head.config.captured_layers)
+    loaded = replace(loaded, config=captured)
+    of_target, of_draft = kv_cache_budgets(target, loaded, draft, head.model)
+    states = TargetStates(ModelRunner.with_cache(loaded, target, of_target))
+    runner = ModelRunner.with_cache(head.model, draft, of_draft)
+    limits = StepLimits.of(draft, runner.model.config.resolve_max_model_len(draft.max_model_len))
+    drafter = EagleDrafter(head, runner, limits, states)
+    return states, _in_process_pool(config, drafter, reads_much=runner.model.num_bytes_read >= _BYTES_FOR_ALL_THREADS)
 
 
 def _in_process_pool(
@@ -116,7 +143,8 @@ def _in_process_pool(
     if num_threads is None and not (is_shared and reads_much):
         # With more than one thread, the drafter and the target would take turns in the kernels' thread pool.
         num_threads = 1
-    name = "simulated" if draft.drafter == "simulated" else config.draft_model
+    names = {"simulated": "simulated", "eagle": draft.model}
+    name = names.get(draft.drafter, config.draft_model)
     logger.info(
         "%s (%s) drafts in this process, %s; its KV cache has %d blocks of %d tokens",
         name,

@@ -12,6 +12,7 @@ import torch
 from cluster.config.speculation import SpeculationConfig
 from cluster.constraints import UNCONSTRAINED
 from cluster.coordination.base import LinkPool
+from cluster.drafters.eagle import ComputedSequence, TargetStates
 from cluster.engine.batch import Segment
 from cluster.engine.limits import StepLimits
 from cluster.engine.runner import ModelRunner
@@ -40,8 +41,9 @@ class TorchTarget(StepLoop):
         pool: LinkPool,
         speculation: SpeculationConfig,
         rejection: RejectionSampler | None = None,
+        states: TargetStates | None = None,
     ) -> None:
-        """`rejection`: decides acceptance; None: coupled acceptance."""
+        """`rejection`: decides acceptance; None: coupled acceptance. `states`: read by the pool's drafter."""
         dtype, config = str(runner.model.dtype).removeprefix("torch."), runner.model.config
         model = TargetModel(name, dtype, config.vocab_size, config.eos_token_ids)
         super().__init__(model, limits, runner.blocks, pool, speculation)
@@ -49,6 +51,8 @@ class TorchTarget(StepLoop):
         self._sampler = Sampler(runner.model.device)
         self._rejection = rejection
         self._logits = torch.empty(0)  # logits of the step
+        if states is not None:
+            states.find = self._computed_sequences
         num_threads, num_cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
         if runner.model.device.type == "cpu" and num_threads > num_cores:
             logger.warning("%d threads compute on %d cores: set target.threads to null", num_threads, num_cores)
@@ -75,6 +79,12 @@ class TorchTarget(StepLoop):
             self._runner.wait()  # otherwise the time of this step would be measured as part of the next one
         choices = self._sampler.sample(logits, requests) if requests else []
         return choices if self._rejection is None else self._rejection.revise(choices, logits, step)
+
+    def _computed_sequences(self) -> dict[int, ComputedSequence]:
+        return {
+            generation.speculative.wire_id: ComputedSequence(generation.block_table, generation.num_computed_tokens)
+            for generation in self._scheduler.running
+        }
 
     def _score(self, rows: Sequence[int], token_ids: Sequence[int], width: int) -> TokenLogprobs:
         return token_logprobs(self._logits, rows, token_ids, width)

@@ -1,0 +1,124 @@
+"""A drafter with an EAGLE head, which reads the target's hidden states in the target's process.
+
+Place t of a sequence in the head's cache has the state of token t and the embedding of token t + 1. So the contents of
+a block depend on the sequence's first token and the tokens of the block and before it, and prefixes are shared as in
+`cluster.drafters.model`. Drafts are inputs with the head's own states; after the target has verified them, the places
+of the accepted ones are computed again, from its states.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from cluster.drafters.base import DraftSequence
+from cluster.drafters.model import LevelStep, ModelDrafter
+from cluster.engine.batch import Batch, slots_of
+from cluster.engine.eagle import EagleHead
+from cluster.engine.limits import StepLimits
+from cluster.engine.model import LayerInputs
+from cluster.engine.runner import ModelRunner
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedSequence:
+    """Where the target has the states of a sequence's first `num_tokens` tokens."""
+
+    block_table: Sequence[int]
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class TargetStates:
+    """The hidden states of a target in the same process. Valid only between its steps."""
+
+    runner: ModelRunner
+    find: Callable[[], Mapping[int, ComputedSequence]] = dict  # the running sequences by their numbers on the link
+
+
+@dataclass(slots=True)
+class _Sources:
+    """Where the rows of a step read their states."""
+
+    of_target: list[int] = field(default_factory=list)  # rows that read the target's states
+    target_slots: list[int] = field(default_factory=list)
+    of_head: list[int] = field(default_factory=list)  # rows that read the head's
+    head_slots: list[int] = field(default_factory=list)
+
+
+class EagleDrafter(ModelDrafter):
+    """Drafts with a head whose cache has its own states. Its thread must be the target's."""
+
+    _num_without_place = 1  # place t has token t + 1
+
+    def __init__(self, head: EagleHead, runner: ModelRunner, limits: StepLimits, target: TargetStates) -> None:
+        super().__init__(runner, limits)
+        self.vocab_size = target.runner.model.config.vocab_size
+        self._head = head
+        self._target = target
+        self._computed: Mapping[int, ComputedSequence] = {}
+        self._sources = _Sources()
+
+    def draft(self, sequences: Sequence[DraftSequence]) -> list[DraftSequence]:
+        self._computed, self._sources = self._target.find(), _Sources()
+        ready = []
+        for sequence in sequences:
+            if self._has_states(sequence):
+                ready.append(sequence)
+            else:
+                sequence.is_exhausted = sequence.lacks_states = True
+        return super().draft(ready) if ready else []
+
+    def rewind(self, sequence: DraftSequence, kept: Sequence[int]) -> None:
+        self._caches[sequence].computed_nodes.clear()
+        if kept:
+            sequence.drop_drafts()  # the states of drafts are guesses
+
+    def _has_states(self, sequence: DraftSequence) -> bool:
+        """Returns True if the target has the states of all committed tokens except the last."""
+        computed = self._computed.get(sequence.wire_id)
+        return computed is not None and computed.num_tokens >= sequence.num_committed - 1 > 0
+
+    def _root(self, sequence: DraftSequence) -> bytes:
+        return hashlib.sha256(sequence.cache_root + array("q", sequence.token_ids[:1]).tobytes()).digest()
+
+    def _add(self, step: LevelStep, sequence: DraftSequence, most: int) -> None:
+        first_row, num_segments = step.num_rows, len(step.segments)
+        super()._add(step, sequence, most)
+        if len(step.segments) == num_segments:
+            return
+        segment, sources, end = step.segments[-1], self._sources, sequence.num_committed - 1
+        target_places, head_places = [], []
+        for row, place in enumerate(segment.places(), start=first_row):
+            if place < end:
+                sources.of_target.append(row)
+                target_places.append(place)
+            else:
+                sources.of_head.append(row)
+                head_places.append(end + sequence.parents[place - end])
+        computed = self._computed[sequence.wire_id]
+        sources.target_slots += slots_of(target_places, computed.block_table, self._target.runner.blocks.block_size)
+        sources.head_slots += slots_of(head_places, segment.block_table, self.block_size)
+
+    def _run(self, step: LevelStep) -> torch.Tensor:
+        logits = self._runner.run(step.segments, self._inputs)
+        return self._head.of_target_ids(logits, self.vocab_size)
+
+    @torch.inference_mode()
+    def _inputs(self, batch: Batch) -> LayerInputs:
+        device, sources = batch.token_ids.device, self._sources
+
+        def indices(values: Sequence[int]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=device)
+
+        return self._head.inputs(
+            batch.token_ids,
+            indices(sources.of_target),
+            self._target.runner.states[indices(sources.target_slots)],
+            indices(sources.of_head),
+            self._runner.states[indices(sources.head_slots)],
+        )

@@ -1,0 +1,256 @@
+"""Heads that draft from the target's states: every published form, against the same written out in plain operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from cluster.drafters.base import DraftSequence
+from cluster.drafters.eagle import ComputedSequence, EagleDrafter, TargetStates
+from cluster.engine.batch import Segment
+from cluster.engine.cpu_kernels import has_kernels
+from cluster.engine.eagle import load_eagle_head
+from cluster.engine.limits import StepLimits
+from cluster.engine.loader import load_model
+from cluster.engine.model import Model, TorchModel
+from cluster.engine.model_config import AFTER_NORM
+from cluster.engine.runner import ModelRunner
+from cluster.errors import ConfigurationError
+from cluster.speculation.noise import NoiseKey
+from cluster.speculation.params import SamplingParams
+from tests.cluster.engine.eagle_heads import FORMATS, TARGET_LAYERS, captured_layers, draft_logits, save_head
+from tests.cluster.engine.tokens import random_tokens
+
+CPU = torch.device("cpu")
+K = 4
+BLOCK_SIZE = 4
+NUM_BLOCKS = 64
+LIMITS = StepLimits(max_model_len=200, max_num_seqs=8, max_num_batched_tokens=64)
+GREEDY = SamplingParams(temperature=0.0)
+
+FORMS: list[type[Model]] = [TorchModel]
+if has_kernels():
+    from cluster.engine.cpu_model import CpuModel
+
+    FORMS.append(CpuModel)
+
+
+@pytest.fixture(scope="module")
+def target_folder(tiny_folder: Callable[..., Path]) -> Path:
+    return tiny_folder(num_hidden_layers=TARGET_LAYERS)
+
+
+class Pair:
+    """A target that keeps its states and the drafter with a head; `run` computes tokens on the target."""
+
+    def __init__(self, target_folder: Path, head_folder: Path, form: type[Model]) -> None:
+        loaded = load_model(target_folder, torch.float32, CPU, form=form)
+        head = load_eagle_head(head_folder, loaded)
+        config = replace(loaded.config, captured_layers=head.config.captured_layers)
+        self.target = ModelRunner(replace(loaded, config=config), BLOCK_SIZE, NUM_BLOCKS)
+        self.head = ModelRunner(replace(head.model, form=form), BLOCK_SIZE, NUM_BLOCKS)
+        self.computed: dict[int, ComputedSequence] = {}
+        states = TargetStates(self.target, lambda: self.computed)
+        self.drafter = EagleDrafter(replace(head, model=replace(head.model, form=form)), self.head, LIMITS, states)
+
+    def open(self, token_ids: list[int], wire_id: int = 1, k: int = K, width: int = 1) -> DraftSequence:
+        """A sequence whose tokens the target has computed, all but the last."""
+        table = self.target.blocks.allocate(NUM_BLOCKS // 4)
+        assert table is not None
+        self.target.run([Segment(token_ids[:-1], 0, table, num_logits=1)])
+        self.computed[wire_id] = ComputedSequence(table, len(token_ids) - 1)
+        sequence = DraftSequence(list(token_ids), 1, GREEDY, NoiseKey.derive(0, 0), k, k, width=width, wire_id=wire_id)
+        assert self.drafter.admit(sequence)
+        return sequence
+
+    def commit(self, sequence: DraftSequence, token_ids: list[int]) -> None:
+        """The target has computed what was last, and all of `token_ids` but the last."""
+        computed = self.computed[sequence.wire_id]
+        rows = [sequence.token_ids[sequence.num_committed - 1], *token_ids[:-1]]
+        self.target.run([Segment(rows, computed.num_tokens, computed.block_table, num_logits=1)])
+        self.computed[sequence.wire_id] = replace(computed, num_tokens=computed.num_tokens + len(rows))
+        kept = sequence.commit(sequence.base, token_ids)
+        assert kept is not None
+        self.drafter.rewind(sequence, kept)
+
+    def draft(self, *sequences: DraftSequence) -> list[list[int]]:
+        while any(sequence.num_drafted < sequence.num_speculative_tokens for sequence in sequences):
+            owed = [sequence for sequence in sequences if sequence.num_drafted < sequence.num_speculative_tokens]
+            assert not self.drafter.draft(owed)
+            assert not any(sequence.is_exhausted for sequence in owed)
+        return [sequence.draft_token_ids for sequence in sequences]
+
+
+@torch.inference_mode()
+def states_of(target_folder: Path, token_ids: list[int], layers: tuple[int, ...]) -> torch.Tensor:
+    """States of `token_ids` after each number of layers, as transformers computes them; -1: after the last norm."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32)
+    before: list[torch.Tensor] = []
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(lambda module, inputs: before.append(inputs[0][0]))
+    last = model.model(torch.tensor([token_ids])).last_hidden_state[0]
+    return torch.cat([last if layer == AFTER_NORM else before[layer] for layer in layers], dim=-1)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+@pytest.mark.parametrize("layers", [(0,), (2, 3, 3), (TARGET_LAYERS - 1, AFTER_NORM), (1, AFTER_NORM, 4)])
+def test_a_step_keeps_the_states_of_the_chosen_layers(
+    form: type[Model], layers: tuple[int, ...], target_folder: Path
+) -> None:
+    token_ids = random_tokens(1, 37)
+    plain = load_model(target_folder, torch.float32, CPU, form=form)
+    runner = ModelRunner(replace(plain, config=replace(plain.config, captured_layers=layers)), BLOCK_SIZE, 16)
+    table, logits = list(range(15, 5, -1)), []
+    for start, end in ((0, 20), (20, 21), (21, 37)):
+        logits.append(runner.run([Segment(token_ids[start:end], start, table, num_logits=1)]))
+    slots = torch.tensor([table[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE for i in range(37)])
+    expected = states_of(target_folder, token_ids, layers)
+    torch.testing.assert_close(runner.states[slots], expected, rtol=1e-4, atol=1e-4)
+    # Logits have the same bits as without.
+    other = ModelRunner(plain, BLOCK_SIZE, 16)
+    for (start, end), kept in zip(((0, 20), (20, 21), (21, 37)), logits, strict=True):
+        assert torch.equal(other.run([Segment(token_ids[start:end], start, table, num_logits=1)]), kept)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+@pytest.mark.parametrize("published", FORMATS)
+def test_drafts_are_those_of_the_head_written_out(
+    published: str, form: type[Model], target_folder: Path, tmp_path: Path
+) -> None:
+    tensors = save_head(tmp_path, published)
+    pair = Pair(target_folder, tmp_path, form)
+    embedding, output = _ends(target_folder)
+    layers = captured_layers(published)
+    texts = [random_tokens(seed, length) for seed, length in ((1, 23), (2, 40), (3, 2))]
+    sequences = [pair.open(text, wire_id) for wire_id, text in enumerate(texts, start=1)]
+
+    def expected(token_ids: list[int]) -> list[int]:
+        states = states_of(target_folder, token_ids[:-1], layers)
+        found = draft_logits(published, tensors, embedding, output, states, token_ids, K)
+        return [int(logits.argmax()) for logits in found]
+
+    assert pair.draft(*sequences) == [expected(text) for text in texts]
+    # Two drafts are accepted, none, all; the head goes on from the target's states.
+    for accepted in (2, 0, K):
+        for sequence in sequences:
+            news = [*sequence.draft_token_ids[:accepted], 7]
+            pair.commit(sequence, news)
+        assert pair.draft(*sequences) == [expected(sequence.token_ids[:-K]) for sequence in sequences]
+
+
+def test_a_tree_has_the_best_children_of_each_node(target_folder: Path, tmp_path: Path) -> None:
+    tensors = save_head(tmp_path, "eagle3")
+    pair = Pair(target_folder, tmp_path, FORMS[-1])
+    embedding, output = _ends(target_folder)
+    token_ids = random_tokens(4, 30)
+    states = states_of(target_folder, token_ids[:-1], captured_layers("eagle3"))
+    sequence = pair.open(token_ids, width=2)
+    sequence.to_extend = [-1]
+    pair.drafter.draft([sequence])
+    sequence.to_extend = [0, 1]
+    pair.drafter.draft([sequence])
+    sequence.to_extend = [2, 5]
+    pair.drafter.draft([sequence])
+    assert sequence.parents == [-1, -1, 0, 0, 1, 1, 2, 2, 5, 5]
+    for node in (-1, 0, 1, 2, 5):
+        path = sequence.path_tokens(node)
+        logits = _along(tensors, embedding, output, states, token_ids, path)
+        best = logits.topk(2).indices.tolist()
+        assert [sequence.token_of(child) for child in sequence.children(node)] == best
+
+
+def _along(
+    tensors: dict[str, torch.Tensor],
+    embedding: torch.Tensor,
+    output: torch.Tensor,
+    states: torch.Tensor,
+    token_ids: list[int],
+    path: list[int],
+) -> torch.Tensor:
+    """The logits after `path`, drafts of the head that need not be its best."""
+    from tests.cluster.engine import eagle_heads
+
+    forced = iter([*path, 0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "argmax", lambda self: torch.tensor(next(forced)))
+        return eagle_heads.draft_logits("eagle3", tensors, embedding, output, states, token_ids, len(path) + 1)[-1]
+
+
+def test_without_the_targets_states_it_proposes_nothing(target_folder: Path, tmp_path: Path) -> None:
+    save_head(tmp_path, "eagle")
+    pair = Pair(target_folder, tmp_path, TorchModel)
+    sequence = pair.open(random_tokens(5, 20))
+    known, pair.computed = pair.computed, {}
+    assert not pair.drafter.draft([sequence])
+    assert sequence.is_exhausted
+    assert sequence.lacks_states
+    pair.computed = known
+    pair.commit(sequence, [9])
+    assert not sequence.is_exhausted
+    pair.draft(sequence)
+
+
+def test_prefixes_are_shared_only_by_what_is_equal_before_and_in_them(target_folder: Path, tmp_path: Path) -> None:
+    tensors = save_head(tmp_path, "eagle")
+    pair = Pair(target_folder, tmp_path, TorchModel)
+    embedding, output = _ends(target_folder)
+    text = random_tokens(6, 30)
+    others = [text[:21] + random_tokens(7, 9), [text[0] ^ 1, *text[1:]], [*text[:20], text[20] ^ 1, *text[21:]]]
+    first = pair.open(text)
+    pair.draft(first)
+    pair.commit(first, [3])
+    pair.draft(first)
+    for wire_id, other in enumerate(others, start=2):
+        hits = pair.head.blocks.num_hit_tokens
+        sequence = pair.open(other, wire_id)
+        # Place 19 has token 20 of the text; a block of 4 ends there.
+        assert pair.head.blocks.num_hit_tokens - hits == (20, 0, 16)[wire_id - 2]
+        states = states_of(target_folder, other[:-1], (AFTER_NORM,))
+        expected = draft_logits("eagle", tensors, embedding, output, states, other, K)
+        assert pair.draft(sequence) == [[int(logits.argmax()) for logits in expected]]
+
+
+def _ends(target_folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """The target's embedding and output layer."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(target_folder / "model.safetensors")
+    return tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"d2t": torch.zeros(320, dtype=torch.int64) - 1}, "d2t does not name"),
+        ({"d2t": torch.arange(320).flip(0)}, "d2t does not name"),
+        ({"midlayer.self_attn.q_proj.weight": torch.zeros(128, 64)}, "has shape"),
+    ],
+)
+def test_heads_that_do_not_fit_are_refused(
+    change: dict[str, torch.Tensor], message: str, target_folder: Path, tmp_path: Path
+) -> None:
+    from safetensors.torch import save_file
+
+    tensors = save_head(tmp_path, "eagle3")
+    save_file(tensors | change, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigurationError, match=message):
+        load_eagle_head(tmp_path, load_model(target_folder, torch.float32, CPU))
+
+
+def test_a_model_that_is_no_head_is_refused(target_folder: Path) -> None:
+    target = load_model(target_folder, torch.float32, CPU)
+    with pytest.raises(ConfigurationError, match="has no EAGLE head"):
+        load_eagle_head(target_folder, target)
+
+
+def test_pickled_code_does_not_run(target_folder: Path, tmp_path: Path) -> None:
+    save_head(tmp_path, "eagle with biases")
+    torch.save({"fc.weight": Path("/")}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigurationError, match="cannot read"):
+        load_eagle_head(tmp_path, load_model(target_folder, torch.float32, CPU))

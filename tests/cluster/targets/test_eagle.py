@@ -1,0 +1,126 @@
+"""The bundled EAGLE head in the target's process: the tokens of k = 0, whatever happens to a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from cluster.config import Config
+from cluster.engine.cpu_kernels import has_kernels
+from cluster.model_folder import resolve_model_folder
+from cluster.speculation.noise import NoiseKey
+from cluster.speculation.params import SamplingParams
+from cluster.targets.base import GenerationOutput, GenerationRequest
+from cluster.targets.factory import make_target
+from cluster.targets.torch import TorchTarget
+from cluster.tokenization import Tokenizer
+from services.training.corpus import held_out_texts
+
+pytestmark = pytest.mark.skipif(not has_kernels(), reason="PyTorch's operators do not give the same bits at every k")
+
+TARGET = "outrider-target-12m"
+SAMPLING = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.7, top_p=0.9),
+    SamplingParams(),
+    SamplingParams(temperature=0.0, repetition_penalty=1.2, frequency_penalty=0.2, logit_bias=((7, 1.0),)),
+)
+NUM_REQUESTS = 8
+TOKENIZER = Tokenizer(resolve_model_folder(TARGET))
+
+
+def new_target(**changes: dict[str, Any]) -> TorchTarget:
+    settings: dict[str, dict[str, Any]] = {
+        "target": {"dtype": "float32", "numerics": "invariant", "threads": 1},
+        "draft": {"drafter": "eagle", "model": "outrider-eagle-12m"},
+        "speculation": {"controller": "fixed", "draft_timeout_ms": 60_000},
+    }
+    for section, values in changes.items():
+        settings[section] = settings[section] | values
+    target = make_target(Config.model_validate(settings), TOKENIZER.fingerprint())
+    assert isinstance(target, TorchTarget)
+    return target
+
+
+def requests(k: int | None, max_tokens: int = 40) -> list[GenerationRequest]:
+    """Requests with prompts of 1 to 120 tokens."""
+    texts = [TOKENIZER.encode(text.text) for text in held_out_texts()[:NUM_REQUESTS]]
+    lengths = (1, 17, 120, 40, 64, 33, 2, 90)
+    return [
+        GenerationRequest(
+            str(index),
+            text[:length],
+            length,
+            SAMPLING[index % len(SAMPLING)],
+            NoiseKey.derive(index, 0),
+            max_tokens,
+            ignore_eos=True,
+            num_speculative_tokens=k,
+        )
+        for index, (text, length) in enumerate(zip(texts, lengths, strict=True))
+    ]
+
+
+class Answers:
+    """What a target generated, and what of its drafts was accepted."""
+
+    def __init__(self, target: TorchTarget, asked: Sequence[GenerationRequest]) -> None:
+        self.token_ids: dict[str, list[int]] = {}
+        self.num_drafts = self.num_accepted = 0
+        for request in asked:
+            target.submit(request)
+        while target.run_step(self._publish):
+            pass
+        assert target.load().num_used_blocks == 0
+
+    def _publish(self, outputs: Sequence[GenerationOutput]) -> None:
+        for output in outputs:
+            assert output.error is None
+            self.token_ids.setdefault(output.request_id, []).extend(output.token_ids)
+            self.num_drafts += output.num_draft_tokens
+            self.num_accepted += output.num_accepted_tokens
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, list[int]]:
+    return Answers(new_target(draft={"drafter": "ngram", "model": TARGET}), requests(0)).token_ids
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"speculation": {"tree_width": 3, "num_speculative_tokens": 6}},
+        {"speculation": {"controller": "goodput"}},
+        {"target": {"max_num_batched_tokens": 24, "max_num_seqs": 8}, "draft": {"max_num_batched_tokens": 16}},
+        {"target": {"block_size": 4, "kv_cache_bytes": 2_000_000}},  # too little for all requests
+        {"draft": {"quantization": "int8", "kv_cache_bytes": 100_000}},  # as many sequences as there is room for
+    ],
+    ids=["chains", "trees", "goodput", "chunks", "preemption", "little room for the head"],
+)
+def test_the_tokens_are_those_without_drafts(changes: dict[str, Any], expected: dict[str, list[int]]) -> None:
+    target = new_target(**changes)
+    answers = Answers(target, requests(None))
+    assert answers.token_ids == expected
+    assert answers.num_accepted > 0.25 * answers.num_drafts > 0
+    if "kv_cache_bytes" in changes.get("target", {}):
+        assert sum(r.value for r in target.readings() if r.name == "vllm:num_preemptions") > 0
+
+
+def test_a_sequence_goes_on_after_rounds_without_drafts_and_prefixes_are_found(expected: dict[str, list[int]]) -> None:
+    target = new_target()
+    first = Answers(target, requests(3))
+    again = Answers(target, requests(3))
+    assert first.token_ids == again.token_ids == expected
+    # Rows of prompts that the caches have are not computed again, and their states are there.
+    assert again.num_accepted > 0.9 * first.num_accepted
+    assert Answers(target, requests(0)).token_ids == expected
+
+
+def test_the_cache_of_the_target_has_room_for_the_states() -> None:
+    num_bytes = {"kv_cache_bytes": 4_000_000}
+    with_states = new_target(target=num_bytes).load().num_blocks
+    without = new_target(target=num_bytes, draft={"drafter": "ngram", "model": TARGET}).load().num_blocks
+    assert with_states < without < 1.5 * with_states
