@@ -12,15 +12,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM = 64, 96, 4, 2, 32
-VOCAB, DRAFT_VOCAB, TARGET_LAYERS = 512, 320, 6
+VOCAB, DRAFT_VOCAB, TARGET_LAYERS = 512, 320, 8
 THETA, EPS = 10000.0, 1e-6
 FORMATS = ("eagle", "eagle with biases", "eagle3", "eagle3 of one state", "speculators", "speculators with norms")
 
 Tensors = dict[str, Tensor]
 
 
-def save_head(folder: Path, form: str, seed: int = 0) -> Tensors:
-    """Writes a random head for a target of `tiny_folder(num_hidden_layers=TARGET_LAYERS)`; returns its tensors."""
+def save_head(folder: Path, form: str, seed: int = 0, max_len: int = 16) -> Tensors:
+    """Writes a random head for a target of `tiny_folder(num_hidden_layers=TARGET_LAYERS)`; returns its tensors.
+
+    `max_len`: number of positions that it names, by default fewer than tests draft at.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def randn(*shape: int) -> Tensor:
@@ -51,9 +54,10 @@ def save_head(folder: Path, form: str, seed: int = 0) -> Tensors:
         "head_dim": HEAD_DIM,
         "rms_norm_eps": EPS,
         "rope_theta": THETA,
-        "max_position_embeddings": 16,  # less than what is drafted
+        "max_position_embeddings": max_len,
         "vocab_size": VOCAB,
         "model_type": "llama",
+        "hidden_act": "silu",
     }
     config: dict[str, object] = {"architectures": ["LlamaForCausalLM"], **sizes}
     if not is_third:
@@ -82,6 +86,12 @@ def save_head(folder: Path, form: str, seed: int = 0) -> Tensors:
             "draft_vocab_size": DRAFT_VOCAB,
             "transformer_layer_config": sizes,
         }
+        config["speculators_config"] = {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 4}],
+            "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": "target"},
+        }
         config |= {"norm_before_residual": form == "speculators", "eagle_aux_hidden_state_layer_ids": [1, 3, 5]}
         if form == "speculators with norms":
             tensors |= {f"fc_norm.{index}.weight": norm() for index in range(3)}
@@ -99,7 +109,7 @@ def captured_layers(form: str) -> tuple[int, ...]:
     """The numbers of layers before the states that such a head reads; -1: after the last norm."""
     if form.startswith("speculators"):
         return 1, 3, 5
-    return (2, 3, 3) if form == "eagle3" else (-1,)
+    return (2, 4, 5) if form == "eagle3" else (-1,)
 
 
 def draft_logits(

@@ -1,0 +1,74 @@
+"""A tiny target that keeps its states, and an EAGLE head that drafts from them, without a step loop."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from cluster.drafters.base import DraftSequence
+from cluster.drafters.eagle import ComputedSequence, EagleDrafter, TargetStates
+from cluster.engine.batch import Segment
+from cluster.engine.cpu_kernels import has_kernels
+from cluster.engine.cpu_model import CpuModel
+from cluster.engine.eagle import load_eagle_head
+from cluster.engine.limits import StepLimits
+from cluster.engine.loader import load_model
+from cluster.engine.model import Model, TorchModel
+from cluster.engine.runner import ModelRunner
+from cluster.speculation.noise import NoiseKey
+from cluster.speculation.params import SamplingParams
+
+CPU = torch.device("cpu")
+K = 4
+BLOCK_SIZE = 4
+NUM_BLOCKS = 64
+LIMITS = StepLimits(max_model_len=200, max_num_seqs=8, max_num_batched_tokens=64)
+GREEDY = SamplingParams(temperature=0.0)
+FORMS: list[type[Model]] = [TorchModel, CpuModel] if has_kernels() else [TorchModel]
+
+
+class Pair:
+    """The two; the caller says what the target has computed."""
+
+    def __init__(self, target_folder: Path, head_folder: Path, form: type[Model]) -> None:
+        loaded = load_model(target_folder, torch.float32, CPU, form=form)
+        head = load_eagle_head(head_folder, loaded)
+        config = replace(loaded.config, captured_layers=head.config.captured_layers)
+        self.target = ModelRunner(replace(loaded, config=config), BLOCK_SIZE, NUM_BLOCKS)
+        self.head = ModelRunner(replace(head.model, form=form), BLOCK_SIZE, NUM_BLOCKS)
+        self.computed: dict[int, ComputedSequence] = {}
+        states = TargetStates(self.target, lambda: self.computed)
+        self.drafter = EagleDrafter(replace(head, model=replace(head.model, form=form)), self.head, LIMITS, states)
+
+    def open(self, token_ids: list[int], wire_id: int = 1, k: int = K, width: int = 1) -> DraftSequence:
+        """A sequence whose tokens the target has computed, all but the last."""
+        table = self.target.blocks.allocate(NUM_BLOCKS // 4)
+        assert table is not None
+        self.target.run([Segment(token_ids[:-1], 0, table, num_logits=1)])
+        self.computed[wire_id] = ComputedSequence(table, len(token_ids) - 1)
+        sequence = DraftSequence(list(token_ids), 1, GREEDY, NoiseKey.derive(0, 0), k, k, width=width, wire_id=wire_id)
+        assert self.drafter.admit(sequence)
+        return sequence
+
+    def commit(self, sequence: DraftSequence, token_ids: list[int]) -> None:
+        """The target has computed what was last, and all of `token_ids` but the last."""
+        computed = self.computed[sequence.wire_id]
+        rows = [sequence.token_ids[sequence.num_committed - 1], *token_ids[:-1]]
+        self.target.run([Segment(rows, computed.num_tokens, computed.block_table, num_logits=1)])
+        self.computed[sequence.wire_id] = replace(computed, num_tokens=computed.num_tokens + len(rows))
+        kept = sequence.commit(sequence.base, token_ids)
+        assert kept is not None
+        self.drafter.rewind(sequence, kept)
+
+    def draft(self, *sequences: DraftSequence) -> list[list[int]]:
+        while any(sequence.num_drafted < sequence.num_speculative_tokens for sequence in sequences):
+            owed = [sequence for sequence in sequences if sequence.num_drafted < sequence.num_speculative_tokens]
+            assert not self.drafter.draft(owed)
+            assert not any(sequence.is_exhausted for sequence in owed)
+        return [sequence.draft_token_ids for sequence in sequences]
+
+    def close(self, sequence: DraftSequence) -> None:
+        self.drafter.release(sequence)
+        self.target.blocks.free(list(self.computed.pop(sequence.wire_id).block_table))
