@@ -14,11 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from bench.machine import describe_machine
 from bench.speedup import MEASURED, READY_TIMEOUT_SECONDS, Depth, Point, measure, spread, without_speculation
 from cluster.config import Config
 from cluster.config.file import load_config
-from cluster.drafters.factory import is_model, load_draft_weights
+from cluster.drafters.factory import is_model, load_draft_weights, load_head
+from cluster.engine.runner import load_weights
 from cluster.errors import ConfigurationError
 from services.launch.local import LocalCluster
 
@@ -32,6 +35,7 @@ DRAFTERS: dict[str, tuple[str, ...]] = {
     "layer-skip, even": ("draft.drafter=layer-skip", "draft.layers=even"),
     "layer-skip, last-half": ("draft.drafter=layer-skip", "draft.layers=last-half"),
     "ngram": ("draft.drafter=ngram",),
+    "eagle": ("draft.drafter=eagle",),
 }
 _COMPARED_DEPTH = 3  # acceptance and times are told of the same k for all
 
@@ -85,7 +89,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     with LocalCluster(without_speculation(base)) as plain:
         plain.wait_ready(READY_TIMEOUT_SECONDS)
         for name in arguments.drafters:
-            config = load_config(None, [*MEASURED, *arguments.overrides, *DRAFTERS[name]])
+            head = [f"draft.model={arguments.head}"] if name == "eagle" else []
+            config = load_config(None, [*MEASURED, *arguments.overrides, *DRAFTERS[name], *head])
             try:
                 gigabytes = _gigabytes(config)
             except ConfigurationError as error:  # rows that don't divide into groups of 128
@@ -109,6 +114,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _gigabytes(config: Config) -> float:
+    if config.draft.drafter == "eagle":
+        target = load_weights(config.target, dtype_on_cpu=torch.bfloat16)
+        return load_head(config, target).model.weights.num_bytes_read / 1e9
     if not is_model(config.draft.drafter):
         return 0.0
     return load_draft_weights(config).weights.num_bytes_read / 1e9
@@ -118,6 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bench.drafters", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
     parser.add_argument("--drafters", nargs="+", choices=DRAFTERS, default=list(DRAFTERS), metavar="NAME")
+    parser.add_argument("--head", default="outrider-eagle-12m", help="EAGLE head of the target")
     parser.add_argument("--temperatures", type=lambda text: [float(t) for t in text.split(",")], default=[0.0, 1.0])
     parser.add_argument("--depths", type=lambda text: [int(k) for k in text.split(",")], default=[1, 3, 5, 7])
     parser.add_argument("--repeats", type=int, default=3)

@@ -79,7 +79,7 @@ class EagleConfig:
 
 
 def _option(values: Mapping[str, Any], name: str) -> Any:
-    """Returns a setting that stands in `eagle_config` or beside it."""
+    """Returns a setting that stands in `eagle_config` or outside it."""
     return (values.get("eagle_config") or {}).get(name, values.get(name))
 
 

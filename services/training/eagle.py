@@ -37,7 +37,7 @@ class KeysValues:
     values: Tensor
 
 
-class EagleHead(nn.Module):
+class TrainableHead(nn.Module):
     """Computes one draft step for every position of a text at once.
 
     Each position is treated as the last committed one.
@@ -120,28 +120,28 @@ class _Attention(nn.Module):
         return self.o_proj(attended.transpose(1, 2).flatten(2)), own
 
 
-def build_head(target: LlamaConfig, intermediate_size: int, seed: int) -> EagleHead:
+def build_head(target: LlamaConfig, intermediate_size: int, seed: int) -> TrainableHead:
     """Return a float32 head for `target` with random weights.
 
     Its layer has the sizes of the target's layers, except for the MLP's `intermediate_size`.
     """
     torch.manual_seed(seed)
     sizes = target.to_dict() | {"num_hidden_layers": 1, "intermediate_size": intermediate_size}
-    head = EagleHead(LlamaConfig(**sizes))
+    head = TrainableHead(LlamaConfig(**sizes))
     for parameter in head.parameters():
         if parameter.ndim > 1:
             nn.init.normal_(parameter, std=target.initializer_range)
     return head
 
 
-def load_head(directory: Path, device: torch.device) -> EagleHead:
+def load_head(directory: Path, device: torch.device) -> TrainableHead:
     """Load a saved head for inference, in float32."""
-    head = EagleHead(LlamaConfig.from_pretrained(directory))
+    head = TrainableHead(LlamaConfig.from_pretrained(directory))
     head.load_state_dict(load_file(directory / "model.safetensors"))
     return head.to(device).requires_grad_(False).train(False)
 
 
-def draft_steps(head: EagleHead, embeddings: Tensor, hidden_states: Tensor, num_steps: int) -> list[Tensor]:
+def draft_steps(head: TrainableHead, embeddings: Tensor, hidden_states: Tensor, num_steps: int) -> list[Tensor]:
     """Predicts hidden states from every position of a text, for `num_steps` steps.
 
     The tokens of the text serve as the drafts. Both tensors are the target's, [rows, length, hidden_size]. Step d, from
@@ -157,14 +157,14 @@ def draft_steps(head: EagleHead, embeddings: Tensor, hidden_states: Tensor, num_
     return steps
 
 
-def eagle_loss(target: LlamaForCausalLM, num_steps: int) -> LossFunction[EagleHead]:
+def eagle_loss(target: LlamaForCausalLM, num_steps: int) -> LossFunction[TrainableHead]:
     """Return the loss: KL(target || head) plus the weighted error of the hidden states.
 
     It is the mean over ``num_steps`` draft steps. The later steps train the head on its own output, as in drafting.
     ``target`` is not changed.
     """
 
-    def loss(head: EagleHead, windows: Tensor) -> Tensor:
+    def loss(head: TrainableHead, windows: Tensor) -> Tensor:
         inputs = windows[:, :-1]
         with torch.no_grad():
             embeddings = target.model.embed_tokens(inputs)
@@ -187,7 +187,7 @@ def eagle_loss(target: LlamaForCausalLM, num_steps: int) -> LossFunction[EagleHe
     return loss
 
 
-def save_head(head: EagleHead, directory: Path) -> None:
+def save_head(head: TrainableHead, directory: Path) -> None:
     """Write the folder that vLLM's method `eagle` loads, in bfloat16. The head itself is converted, too."""
     directory.mkdir(parents=True, exist_ok=True)
     head.to(torch.bfloat16)

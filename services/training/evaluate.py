@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 from services.training.batches import random_numbers
 from services.training.continuation import choose, continue_prompts, gumbel_noise
-from services.training.eagle import EagleHead, draft_steps
+from services.training.eagle import TrainableHead, draft_steps
 from services.training.trainer import next_token_loss
 
 PROMPT_LENGTHS = (64, 128, 256)
@@ -93,7 +93,7 @@ def acceptance_length(matches: list[list[bool]], num_speculative_tokens: int) ->
 @torch.inference_mode()
 def measure_head_acceptance(
     target: LlamaForCausalLM,
-    head: EagleHead,
+    head: TrainableHead,
     held_out_stream: Tensor,
     num_prompts: int,
     seed: int,

@@ -17,10 +17,16 @@ from tests.system.conftest import PATIENT, READY_TIMEOUT_SECONDS, cluster_config
 pytestmark = pytest.mark.skipif(not has_kernels(), reason="PyTorch's operators are refused with numerics invariant")
 
 
-@pytest.fixture(scope="module", params=["shared", "own"])
+DRAFTERS = {
+    "shared": ("draft.placement=in-process", "draft.in_process_threads=shared"),
+    "own": ("draft.placement=in-process", "draft.in_process_threads=own"),
+    "eagle": ("draft.drafter=eagle", "draft.model=outrider-eagle-12m"),
+}
+
+
+@pytest.fixture(scope="module", params=DRAFTERS)
 def in_process(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
-    settings = ["draft.placement=in-process", f"draft.in_process_threads={request.param}", "target.numerics=invariant"]
-    with LocalCluster(cluster_config(PATIENT, *settings)) as running:
+    with LocalCluster(cluster_config(PATIENT, *DRAFTERS[request.param], "target.numerics=invariant")) as running:
         running.wait_ready(READY_TIMEOUT_SECONDS)
         yield running
 

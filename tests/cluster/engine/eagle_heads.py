@@ -115,7 +115,7 @@ def captured_layers(form: str) -> tuple[int, ...]:
 def draft_logits(
     form: str, tensors: Tensors, embedding: Tensor, head: Tensor, states: Tensor, token_ids: Sequence[int], num: int
 ) -> list[Tensor]:
-    """Returns the logits [VOCAB] of `num` greedy drafts after `token_ids`, each computed anew from the beginning.
+    """Returns the logits [VOCAB] of `num` greedy drafts after `token_ids`, each computed from the beginning.
 
     `states` [len(token_ids) - 1, number of captured states * HIDDEN]: the target's, of all tokens but the last.
     """

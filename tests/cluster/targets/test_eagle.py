@@ -64,7 +64,7 @@ def requests(k: int | None, max_tokens: int = 40) -> list[GenerationRequest]:
 
 
 class Answers:
-    """What a target generated, and what of its drafts was accepted."""
+    """The answers of a target to `asked`, and how many of its drafts were accepted."""
 
     def __init__(self, target: TorchTarget, asked: Sequence[GenerationRequest]) -> None:
         self.token_ids: dict[str, list[int]] = {}

@@ -94,6 +94,10 @@ def test_a_simulated_target_drafts_in_its_process_too() -> None:
         ),
         ({"draft": {"drafter": "vllm"}}, "cannot use vllm"),
         ({"draft": {"cpus": [1]}}, "set target.cpus, not draft.cpus"),
+        ({"draft": {"drafter": "eagle", "placement": "pool"}}, "leave draft.placement out"),
+        ({"draft": {"drafter": "eagle", "in_process_threads": "own"}}, "leave draft.in_process_threads out"),
+        ({"draft": {"drafter": "eagle"}, "target": {"engine": "vllm"}}, "set draft.drafter engine"),
+        ({"draft": {"drafter": "eagle"}, "speculation": {"acceptance": "rejection"}}, "set acceptance coupled"),
     ],
 )
 def test_what_cannot_work_is_refused(settings: dict[str, Any], why: str) -> None:

@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 
 from services.training.batches import StreamWindows, evaluation_batches
 from services.training.context import Context
-from services.training.eagle import EagleHead, build_head, draft_steps, eagle_loss, load_head, save_head
+from services.training.eagle import TrainableHead, build_head, draft_steps, eagle_loss, load_head, save_head
 from services.training.models import ModelShape, build_model
 from services.training.options import TrainingOptions
 from services.training.runtime import Runtime
@@ -41,12 +41,12 @@ def target(tiny_shape: ModelShape) -> LlamaForCausalLM:
 
 
 @pytest.fixture
-def head(target: LlamaForCausalLM) -> EagleHead:
+def head(target: LlamaForCausalLM) -> TrainableHead:
     return build_head(target.config, 64, 1)
 
 
 def test_training_brings_a_head_closer_to_its_target(
-    tmp_path: Path, target: LlamaForCausalLM, head: EagleHead, stream: Tensor, runtime: Runtime
+    tmp_path: Path, target: LlamaForCausalLM, head: TrainableHead, stream: Tensor, runtime: Runtime
 ) -> None:
     windows = StreamWindows(stream, RECIPE.batch_size, RECIPE.sequence_length, RECIPE.seed)
     held_out = evaluation_batches(stream, 8, RECIPE.sequence_length, 512)
@@ -60,7 +60,7 @@ def test_training_brings_a_head_closer_to_its_target(
 
 @torch.no_grad()
 def test_a_later_step_sees_the_text_so_far_and_what_it_foretold_itself(
-    target: LlamaForCausalLM, head: EagleHead, stream: Tensor
+    target: LlamaForCausalLM, head: TrainableHead, stream: Tensor
 ) -> None:
     """As a drafter does that runs one position at a time, with the text's tokens as the drafts."""
     tokens = stream[:40].long()[None]
@@ -76,7 +76,7 @@ def test_a_later_step_sees_the_text_so_far_and_what_it_foretold_itself(
 
 
 def test_a_saved_head_has_what_vllm_loads_and_nothing_that_it_takes_from_the_target(
-    tmp_path: Path, head: EagleHead, stream: Tensor
+    tmp_path: Path, head: TrainableHead, stream: Tensor
 ) -> None:
     inputs = torch.randn(1, 5, 32)
     save_head(head, tmp_path)
