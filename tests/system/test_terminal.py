@@ -50,7 +50,7 @@ class TestDoctor:
             "--repeats",
             "1",
             "--streams",
-            "2",
+            "8",  # many rounds in little time
             "--temperatures",
             "0,1",
             "--max-tokens",
@@ -61,7 +61,7 @@ class TestDoctor:
         assert code == (1 if report["findings"] else 0)
         assert {worker["pool"] for worker in report["workers"]} == {"target", "draft"}
         assert len(report["workers"]) == 3
-        assert report["num_streams"] == 2
+        assert report["num_streams"] == 8
         for entry in report["suitability"]:  # each place survives with 0.75
             assert entry["survival"][0] == pytest.approx(0.75, abs=0.15)
         assert min(report["tokens_per_second"], report["tokens_per_second_without"]) > 0
@@ -76,7 +76,7 @@ class TestDoctor:
         pages = [f"{section}.metrics_token_file={token}" for section in ("router", "target", "draft")]
         sick = (*SIMULATED, "simulation.acceptance=0.1", *pages)
         settings = [argument for setting in (*sick, "router.port=0") for argument in ("--set", setting)]
-        loads = ["--seconds", "0.5", "--repeats", "1", "--streams", "2", "--temperatures", "0", "--max-tokens", "16"]
+        loads = ["--seconds", "0.5", "--repeats", "1", "--streams", "8", "--temperatures", "0", "--max-tokens", "16"]
         assert main(["doctor", "--start", *settings, *loads]) == 1
         assert "1. low acceptance (costs" in capsys.readouterr().out
 
