@@ -31,10 +31,10 @@ _INTRODUCTION = {
     ),
     "eagle": (
         "# Outrider bundled EAGLE head\n\n"
-        "A one-layer EAGLE head for the target that Outrider bundles, in the form that vLLM loads "
-        "(`speculative_config` with `method: eagle`). It was trained on the target's hidden states over corpus text "
-        "and over text sampled from the target, by KL(target || head) and the error of the hidden states, also when "
-        "fed with its own output. Embedding and output layer are the target's, so they are not in this folder."
+        "An EAGLE-3 head for the target that Outrider bundles (`draft.drafter: eagle`; vLLM's `method: eagle3`). "
+        "It was trained on the target's hidden states over corpus text and over text sampled from the target, by the "
+        "probability that both choose the same token under shared noise, also when fed with its own output. "
+        "It drafts the most frequent tokens only. The embedding is the target's, so it is not in this folder."
     ),
 }
 

@@ -15,8 +15,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "what",
         nargs="?",
         choices=tuple(STAGES),
-        help="pair: target, draft and their tokenizer (the default); eagle: a one-layer head for a trained target, "
-        "with which vLLM speculates (speculative_config, method eagle)",
+        help="pair: target, draft and their tokenizer (the default); eagle: an EAGLE-3 head for a trained "
+        "target (draft.drafter eagle; vLLM's method eagle3)",
     )
     run.add_argument("--out", type=Path, required=True, help="folder for all outputs")
     run.add_argument(
@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     training.add_argument("--target-tokens", type=int, help="tokens to train the target on")
     training.add_argument("--draft-tokens", type=int, help="tokens to distill the draft on")
     training.add_argument("--eagle-tokens", type=int, help="tokens to train an eagle head on")
+    training.add_argument("--eagle-vocabulary", type=int, help="tokens that an eagle head can draft, at most half")
     training.add_argument("--batch-size", type=int, help="windows per step")
     training.add_argument("--eagle-batch-size", type=int, help="windows per step of an eagle head")
     training.add_argument("--sequence-length", type=int, help="tokens per window")

@@ -1,11 +1,10 @@
-"""An EAGLE head: one decoder layer that predicts its target's hidden states.
+"""An EAGLE-3 head: one decoder layer that drafts from its target's hidden states (Li et al., arXiv 2503.01840).
 
-At position t its inputs are the target's hidden state at t and the embedding of the token at t + 1. Its output is the
-predicted hidden state at t + 1, which the target's own output layer converts to logits. To draft further, it gets its
-own output as the hidden state (Li et al., arXiv 2401.15077).
+At position t its inputs are the target's states of several layers at t and the embedding of the token at t + 1. It
+predicts the token at t + 2. To draft further, it gets its own output as the state. It has an output layer of its own,
+for the most frequent tokens only; the embedding is the target's.
 
-Names and shapes of the parameters are those that vLLM's `EagleLlamaForCausalLM` loads. As in vLLM, the embedding and
-the output layer are the target's, and the layer has no normalisation before its attention.
+Names and shapes of the parameters are those that `cluster.engine.eagle` and vLLM's method `eagle3` load.
 """
 
 from collections.abc import Sequence
@@ -25,8 +24,7 @@ from transformers.models.llama.modeling_llama import (
 
 from services.training.trainer import LossFunction
 
-# Weight of the error of the hidden states, which is added to the divergence of the distributions.
-_REGRESSION_WEIGHT = 0.05
+_LEAST_PROBABILITY = 1e-9  # of a token in the loss, whose gradient divides by it
 
 
 @dataclass(frozen=True)
@@ -40,46 +38,76 @@ class KeysValues:
 class TrainableHead(nn.Module):
     """Computes one draft step for every position of a text at once.
 
-    Each position is treated as the last committed one.
+    Each position is treated as the last committed one. The configuration has `draft_vocab_size`, the number of tokens
+    that the head can draft, and `eagle_aux_hidden_state_layer_ids`, numbers of the target's layers before each state.
     """
+
+    d2t: Tensor  # int64 [draft_vocab_size]: ID of the target minus ID of the head
+    t2d: Tensor  # bool [vocab_size]: whether the head has the token
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
-        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-        self.layers = nn.ModuleList([_Layer(config)])
+        self.captured_layers: tuple[int, ...] = tuple(config.eagle_aux_hidden_state_layer_ids)
+        size = config.hidden_size
+        self.fc = nn.Linear(len(self.captured_layers) * size, size, bias=False)
+        self.midlayer = _Layer(config)
+        self.norm = LlamaRMSNorm(size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+        self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
         self._rotary = LlamaRotaryEmbedding(config)
+
+    @property
+    def target_ids(self) -> Tensor:
+        """The target's IDs of the tokens that the head can draft, int64 [draft_vocab_size]."""
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def begin(self, hidden_states: Sequence[Tensor]) -> Tensor:
+        """Return the states of the first step, [rows, positions, hidden_size].
+
+        `hidden_states`: the target's before each of its layers, as transformers returns them.
+        """
+        states: Tensor = self.fc(torch.cat([hidden_states[layer] for layer in self.captured_layers], dim=-1))
+        return states
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Return the logits of the head's tokens, [..., draft_vocab_size]. `states`: output of a step."""
+        logits: Tensor = self.lm_head(self.norm(states))
+        return logits
 
     def forward(
         self,
         embeddings: Tensor,  # [rows, positions, hidden_size]
-        hidden_states: Tensor,  # [rows, positions, hidden_size]
+        states: Tensor,  # [rows, positions, hidden_size]: from `begin`, later the output of the step before
         earlier: Sequence[KeysValues] = (),
     ) -> tuple[Tensor, KeysValues]:
-        """Return hidden states of the next tokens, and keys and values for later steps.
+        """Return the states of the next tokens, and keys and values for later steps.
 
         In the first step a position attends to itself and those before it. In later steps it also attends to its own
         steps after the first. `earlier`: keys and values of all previous steps, including the first.
         """
-        inputs = self.fc(torch.cat([embeddings, hidden_states], dim=-1))
-        positions = torch.arange(inputs.shape[1], device=inputs.device)[None] + len(earlier)
-        cosine, sine = self._rotary(inputs, positions)
-        output: tuple[Tensor, KeysValues] = self.layers[0](inputs, cosine, sine, earlier)
+        positions = torch.arange(states.shape[1], device=states.device)[None] + len(earlier)
+        cosine, sine = self._rotary(states, positions)
+        output: tuple[Tensor, KeysValues] = self.midlayer(embeddings, states, cosine, sine, earlier)
         return output
 
 
 class _Layer(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = _Attention(config)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = LlamaMLP(config)  # type: ignore[no-untyped-call]
 
     def forward(
-        self, inputs: Tensor, cosine: Tensor, sine: Tensor, earlier: Sequence[KeysValues]
+        self, embeddings: Tensor, states: Tensor, cosine: Tensor, sine: Tensor, earlier: Sequence[KeysValues]
     ) -> tuple[Tensor, KeysValues]:
+        inputs = torch.cat([self.input_layernorm(embeddings), self.hidden_norm(states)], dim=-1)
         attended, own = self.self_attn(inputs, cosine, sine, earlier)
-        hidden_states = inputs + attended
+        hidden_states = states + attended
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states)), own
 
 
@@ -90,9 +118,9 @@ class _Attention(nn.Module):
         self._head_dim: int = config.head_dim or config.hidden_size // num_heads
         self._group_size = num_heads // num_kv_heads
         query_size, kv_size = num_heads * self._head_dim, num_kv_heads * self._head_dim
-        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
+        self.q_proj = nn.Linear(2 * config.hidden_size, query_size, bias=False)
+        self.k_proj = nn.Linear(2 * config.hidden_size, kv_size, bias=False)
+        self.v_proj = nn.Linear(2 * config.hidden_size, kv_size, bias=False)
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
 
     def forward(
@@ -120,17 +148,35 @@ class _Attention(nn.Module):
         return self.o_proj(attended.transpose(1, 2).flatten(2)), own
 
 
-def build_head(target: LlamaConfig, intermediate_size: int, seed: int) -> TrainableHead:
+def captured_layers(num_layers: int) -> tuple[int, ...]:
+    """Return the numbers of the target's layers before the states that a head reads.
+
+    They are EAGLE-3's, if the target has enough layers for three different ones.
+    """
+    usual = (2, num_layers // 2, num_layers - 3)
+    return usual if 2 < usual[1] < usual[2] else tuple(sorted({1, num_layers // 2, num_layers - 1}))
+
+
+def build_head(target: LlamaConfig, intermediate_size: int, target_ids: Tensor, seed: int) -> TrainableHead:
     """Return a float32 head for `target` with random weights.
 
-    Its layer has the sizes of the target's layers, except for the MLP's `intermediate_size`.
+    Its layer has the sizes of the target's layers, except for the MLP's `intermediate_size`. `target_ids`: IDs of the
+    tokens that it can draft, in ascending order.
     """
     torch.manual_seed(seed)
-    sizes = target.to_dict() | {"num_hidden_layers": 1, "intermediate_size": intermediate_size}
+    sizes = target.to_dict() | {
+        "num_hidden_layers": 1,
+        "intermediate_size": intermediate_size,
+        "draft_vocab_size": len(target_ids),
+        "eagle_aux_hidden_state_layer_ids": list(captured_layers(target.num_hidden_layers)),
+        "tie_word_embeddings": False,
+    }
     head = TrainableHead(LlamaConfig(**sizes))
     for parameter in head.parameters():
         if parameter.ndim > 1:
             nn.init.normal_(parameter, std=target.initializer_range)
+    head.d2t.copy_(target_ids - torch.arange(len(target_ids)))
+    head.t2d[target_ids] = True
     return head
 
 
@@ -138,18 +184,21 @@ def load_head(directory: Path, device: torch.device) -> TrainableHead:
     """Load a saved head for inference, in float32."""
     head = TrainableHead(LlamaConfig.from_pretrained(directory))
     head.load_state_dict(load_file(directory / "model.safetensors"))
-    return head.to(device).requires_grad_(False).train(False)
+    return head.to(device).float().requires_grad_(False).train(False)
 
 
-def draft_steps(head: TrainableHead, embeddings: Tensor, hidden_states: Tensor, num_steps: int) -> list[Tensor]:
-    """Predicts hidden states from every position of a text, for `num_steps` steps.
+def draft_steps(
+    head: TrainableHead, embeddings: Tensor, hidden_states: Sequence[Tensor], num_steps: int
+) -> list[Tensor]:
+    """Drafts from every position of a text, for `num_steps` steps.
 
-    The tokens of the text serve as the drafts. Both tensors are the target's, [rows, length, hidden_size]. Step d, from
-    0, predicts at position t the hidden state of the token at t + 1 + d. Returns [rows, length - num_steps,
-    hidden_size] for each step, so that every position has all steps.
+    The tokens of the text serve as the drafts. `embeddings` [rows, length, hidden_size] and `hidden_states` are the
+    target's (see `TrainableHead.begin`). Step d, from 0, predicts at position t the token at t + 2 + d. Returns states
+    [rows, length - num_steps, hidden_size] for each step, so that every position has all steps.
     """
     num_positions = embeddings.shape[1] - num_steps
-    states, earlier, steps = hidden_states[:, :num_positions], list[KeysValues](), list[Tensor]()
+    states = head.begin([layer[:, :num_positions] for layer in hidden_states])
+    earlier, steps = list[KeysValues](), list[Tensor]()
     for depth in range(num_steps):
         states, own = head(embeddings[:, depth + 1 : depth + 1 + num_positions], states, earlier)
         steps.append(states)
@@ -157,42 +206,53 @@ def draft_steps(head: TrainableHead, embeddings: Tensor, hidden_states: Tensor, 
     return steps
 
 
-def eagle_loss(target: LlamaForCausalLM, num_steps: int) -> LossFunction[TrainableHead]:
-    """Return the loss: KL(target || head) plus the weighted error of the hidden states.
+def coupled_acceptance(of_target: Tensor, of_head: Tensor, outside: Tensor) -> Tensor:
+    """Return the probability that both choose the same token under the same Gumbel noise, [rows].
 
-    It is the mean over ``num_steps`` draft steps. The later steps train the head on its own output, as in drafting.
-    ``target`` is not changed.
+    `of_target` and `of_head` [rows, draft_vocab_size]: probabilities of the tokens that the head has. `outside` [rows]:
+    the target's probability of all other tokens. The probability is the sum over tokens i of
+    1 / sum_j max(p_j / p_i, q_j / q_i). In descending order of p_j / q_j, the maximum is the first term up to i.
+    """
+    target, head = of_target.clamp_min(_LEAST_PROBABILITY), of_head.clamp_min(_LEAST_PROBABILITY)
+    order = (target / head).argsort(dim=-1, descending=True)
+    target, head = target.gather(-1, order), head.gather(-1, order)
+    up_to = outside[:, None] + target.cumsum(dim=-1)
+    after = (1 - head.cumsum(dim=-1)).clamp_min(0)
+    return (target * head / (head * up_to + target * after)).sum(dim=-1)
+
+
+def eagle_loss(target: LlamaForCausalLM, num_steps: int) -> LossFunction[TrainableHead]:
+    """Return the loss: the mean of -log(coupled acceptance) over the positions of `num_steps` draft steps.
+
+    The later steps train the head on its own output, as in drafting. `target` is not changed.
     """
 
     def loss(head: TrainableHead, windows: Tensor) -> Tensor:
         inputs = windows[:, :-1]
         with torch.no_grad():
             embeddings = target.model.embed_tokens(inputs)
-            hidden_states = target.model(input_ids=inputs, use_cache=False).last_hidden_state
-            log_probs = target.lm_head(hidden_states).float().log_softmax(dim=-1)
+            output = target.model(input_ids=inputs, use_cache=False, output_hidden_states=True)
+            probabilities = target.lm_head(output.last_hidden_state).float().softmax(dim=-1)[..., head.target_ids]
         losses = []
-        for depth, states in enumerate(draft_steps(head, embeddings, hidden_states, num_steps)):
-            foretold = slice(depth + 1, depth + 1 + states.shape[1])
-            head_log_probs = target.lm_head(states).float().log_softmax(dim=-1)
-            divergence = nn.functional.kl_div(
-                head_log_probs.flatten(0, 1),
-                log_probs[:, foretold].flatten(0, 1),
-                reduction="batchmean",
-                log_target=True,
-            )
-            error = nn.functional.smooth_l1_loss(states.float(), hidden_states[:, foretold].float())
-            losses.append(divergence + _REGRESSION_WEIGHT * error)
+        for depth, states in enumerate(draft_steps(head, embeddings, output.hidden_states, num_steps)):
+            of_target = probabilities[:, depth + 1 : depth + 1 + states.shape[1]].flatten(0, 1)
+            of_head = head.logits(states).float().softmax(dim=-1).flatten(0, 1)
+            accepted = coupled_acceptance(of_target, of_head, (1 - of_target.sum(dim=-1)).clamp_min(0))
+            losses.append(-accepted.clamp_min(_LEAST_PROBABILITY).log().mean())
         return torch.stack(losses).mean()
 
     return loss
 
 
 def save_head(head: TrainableHead, directory: Path) -> None:
-    """Write the folder that vLLM's method `eagle` loads, in bfloat16. The head itself is converted, too."""
+    """Write the folder that `draft.drafter: eagle` and vLLM's method `eagle3` load, in bfloat16.
+
+    The head itself is converted, too.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     head.to(torch.bfloat16)
     save_file(head.state_dict(), directory / "model.safetensors", metadata={"format": "pt"})
     config = head.config
-    config.architectures = ["EagleLlamaForCausalLM"]
+    config.architectures = ["LlamaForCausalLMEagle3"]
     config.dtype = torch.bfloat16
     config.save_pretrained(directory)

@@ -4,6 +4,8 @@ import shutil
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
+
 from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder
 from services.training.card import head_card
@@ -17,9 +19,9 @@ from services.training.trainer import Recipe
 from services.training.workspace import write_json
 
 # Draft steps in training; all but the first have the head's own output as input. The head can draft deeper than that.
-_DRAFT_STEPS = 2
-# Less than the bundled target's 1152, so that the file stays under 4 MB.
-_INTERMEDIATE_SIZE = 1024
+_DRAFT_STEPS = 3
+# Less than the bundled target's 1152, so that the file stays under 5 MB.
+_INTERMEDIATE_SIZE = 640
 _MAX_VOCABULARY = 2**16  # token streams are uint16
 
 
@@ -54,9 +56,19 @@ def train_head(context: Context) -> None:
         seed=options.seed + 4,
     )
     target = load_model(workspace.model("target"), context.runtime.device, context.runtime.inference_dtype)
-    head = build_head(target.config, min(_INTERMEDIATE_SIZE, target.config.intermediate_size), recipe.seed)
+    intermediate_size = min(_INTERMEDIATE_SIZE, target.config.intermediate_size)
+    head = build_head(
+        target.config, intermediate_size, _frequent_tokens(context, target.config.vocab_size), recipe.seed
+    )
     loss = eagle_loss(target, _DRAFT_STEPS)
     fit(context, "eagle", head, loss, recipe, mixed_batches(context, recipe, first_mixed_step=0), save_head)
+
+
+def _frequent_tokens(context: Context, vocab_size: int) -> torch.Tensor:
+    """Return the IDs of the most frequent tokens of the text, at most half of the vocabulary, in ascending order."""
+    number = min(context.options.eagle_vocabulary, vocab_size // 2)
+    counts = torch.bincount(context.stream("train").long().cpu(), minlength=vocab_size)
+    return counts.argsort(descending=True, stable=True)[:number].sort().values
 
 
 def evaluate_head(context: Context) -> None:

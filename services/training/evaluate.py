@@ -109,11 +109,12 @@ def measure_head_acceptance(
     for prompts in _prompts(held_out_stream, num_prompts, prompt_lengths, seed):
         greedy = torch.zeros(len(prompts), device=prompts.device)
         tokens = continue_prompts(target, prompts, num_new_tokens, greedy, _no_noise)
-        hidden_states = target.model(input_ids=tokens, use_cache=False).last_hidden_state
-        steps = draft_steps(head, target.model.embed_tokens(tokens), hidden_states, num_drafts)
+        output = target.model(input_ids=tokens, use_cache=False, output_hidden_states=True)
+        steps = draft_steps(head, target.model.embed_tokens(tokens), output.hidden_states, num_drafts)
         # A round begins at the last position that the target has computed: one before the newest token.
         rounds = slice(prompts.shape[1] - 1, tokens.shape[1] - num_drafts - 1)
-        drafts = torch.stack([target.lm_head(states[:, rounds]).argmax(dim=-1) for states in steps], dim=-1)
+        chosen = [head.logits(states[:, rounds]).argmax(dim=-1) for states in steps]
+        drafts = head.target_ids[torch.stack(chosen, dim=-1)]
         truth = tokens[:, prompts.shape[1] + 1 :].unfold(1, num_drafts, 1)
         num_matches.append((drafts == truth).long().cumprod(dim=-1).sum(dim=-1))
     accepted = torch.cat(num_matches)

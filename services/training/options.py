@@ -38,6 +38,7 @@ class TrainingOptions:
     eagle_tokens: int = 500_000
     batch_size: int = 16
     eagle_batch_size: int = 2
+    eagle_vocabulary: int = 32_000
     sequence_length: int = 512
     target_learning_rate: float = 1e-3
     draft_learning_rate: float = 2e-3
