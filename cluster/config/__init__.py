@@ -15,11 +15,12 @@ from cluster.config.simulation import SimulationConfig
 from cluster.config.speculation import SpeculationConfig
 from cluster.config.tls import TlsConfig
 from cluster.config.types import LogFormat, LogLevel, Section, Share
-from cluster.config.workers import DraftConfig, TargetConfig, WorkerConfig, model_name
+from cluster.config.workers import READ_STATES, DraftConfig, TargetConfig, WorkerConfig, model_name
 
 V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 "Environment variable of vLLM: 1 for its V2 model runner, 0 for V1."
 _COUPLED_ON_V2 = ("draft_model", "eagle", "eagle3", "mtp")  # methods of vLLM that use the shared noise on V2
+_VLLM_METHODS = {"eagle": "eagle3, model: ...", "medusa": "medusa, model: ...", "mtp": "mtp"}
 
 
 class TracingConfig(Section):
@@ -103,20 +104,21 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _heads_can_work(self) -> Config:
-        if self.draft.drafter != "eagle" or not self.has_drafter:
+        if not self.draft.reads_states or not self.has_drafter:
             return self
+        drafter = f"draft.drafter {self.draft.drafter}"
         if not self.drafts_in_process:
             raise ValueError(
-                f"draft.drafter eagle reads the target's hidden states: leave draft.placement out, or set it to "
-                f"in-process, not {self.draft.placement}"
+                f"{drafter} reads the target's hidden states: leave draft.placement out, or set it to in-process, not "
+                f"{self.draft.placement}"
             )
         if self.target.engine != "torch":
             raise ValueError(
-                f"draft.drafter eagle needs target.engine torch, not {self.target.engine}: with vLLM set draft.drafter "
-                "engine and draft.speculative_config {method: eagle3, model: ...}"
+                f"{drafter} needs target.engine torch, not {self.target.engine}: with vLLM set draft.drafter engine "
+                f"and draft.speculative_config {{method: {_VLLM_METHODS[self.draft.drafter]}}}"
             )
         if self.draft.in_process_threads == "own":
-            raise ValueError("draft.drafter eagle drafts in the target's thread: leave draft.in_process_threads out")
+            raise ValueError(f"{drafter} drafts in the target's thread: leave draft.in_process_threads out")
         return self
 
     @model_validator(mode="after")
@@ -165,7 +167,7 @@ class Config(Section):
             return self
         if self.target.engine != "torch":
             raise ValueError(f"acceptance rejection needs target.engine torch, not {self.target.engine}")
-        if self.draft.drafter in ("ngram", "eagle", "vllm", "simulated"):
+        if self.draft.drafter in ("ngram", *READ_STATES, "vllm", "simulated"):
             raise ValueError(
                 "acceptance rejection needs a second computation of the draft's probabilities, which draft.drafter "
                 f"{self.draft.drafter} does not support: set acceptance coupled, or choose another draft.drafter"

@@ -15,9 +15,14 @@ DEFAULT_KV_CACHE_BYTES = 256 * 2**20
 Dtype = Literal["auto", "float32", "bfloat16"]
 QuantizationName = Literal["int8", "int4"]
 EngineName = Literal["torch", "vllm", "simulated"]
-DrafterName = Literal["model", "ngram", "self-int4", "layer-skip", "parallel", "eagle", "vllm", "engine", "simulated"]
+DrafterName = Literal[
+    "model", "ngram", "self-int4", "layer-skip", "parallel", "eagle", "medusa", "mtp", "vllm", "engine", "simulated"
+]
 LayerChoice = Literal["even", "last-half"] | tuple[Annotated[int, Field(ge=0)], ...]
 Numerics = Literal["fast", "invariant"]
+
+READ_STATES: tuple[DrafterName, ...] = ("eagle", "medusa", "mtp")
+"Drafters that read the target's hidden states, so they draft in the target's process."
 
 
 class WorkerConfig(Section):
@@ -181,7 +186,8 @@ class DraftConfig(WorkerConfig):
     model: str = Field(
         "outrider-draft-2m",
         description="Hugging Face folder, hub name, or the name of a bundled model, with at least half of the target's "
-        "tokens (`docs/MODELS.md`), or an EAGLE head; read only if drafter is model, parallel, eagle or vllm",
+        "tokens (`docs/MODELS.md`), an EAGLE head or Medusa heads; read only if drafter is model, parallel, eagle, "
+        "medusa or vllm",
     )
     replicas: Annotated[int, Field(ge=0)] = Field(
         1, description="number of draft workers that the launcher starts; 0: no speculation"
@@ -207,9 +213,10 @@ class DraftConfig(WorkerConfig):
         description="model: `draft.model`; parallel: the same, but one step makes all tokens of a proposal, with a "
         "model trained for it (PARD; `outrider distill --parallel`); ngram: repetitions in the text so far; "
         "self-int4, layer-skip: the target's model in 4 bits, or some of its layers; eagle: `draft.model` is an EAGLE "
-        "or EAGLE-3 head, which drafts from the hidden states of the target in the target's process; vllm: "
-        "`draft.model`, run by vLLM; engine: no draft worker, the target's engine drafts by itself, see "
-        "`speculative_config`; simulated: for a simulated target",
+        "or EAGLE-3 head, which drafts from the hidden states of the target in the target's process; medusa: the same "
+        "with Medusa heads, which make all tokens of a proposal in one step; mtp: the same with the module for further "
+        "tokens in the target's own checkpoint (MiMo-7B); vllm: `draft.model`, run by vLLM; engine: no draft worker, "
+        "the target's engine drafts by itself, see `speculative_config`; simulated: for a simulated target",
     )
     speculative_config: dict[str, Any] = Field(
         {},
@@ -232,11 +239,16 @@ class DraftConfig(WorkerConfig):
     @model_validator(mode="before")
     @classmethod
     def _heads_draft_in_process(cls, values: Any) -> Any:
-        """Sets `placement` to in-process for drafter eagle, as hidden states do not leave the target's process."""
-        if isinstance(values, dict) and values.get("drafter") == "eagle":
+        """Sets `placement` to in-process for drafters of hidden states, as these do not leave the target's process."""
+        if isinstance(values, dict) and values.get("drafter") in READ_STATES:
             placement = values.get("placement", "auto")
             return values | {"placement": "in-process" if placement == "auto" else placement}
         return values
+
+    @property
+    def reads_states(self) -> bool:
+        """True if the drafter reads the target's hidden states."""
+        return self.drafter in READ_STATES
 
     @model_validator(mode="after")
     def _runs_have_a_length(self) -> DraftConfig:

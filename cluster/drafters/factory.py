@@ -7,17 +7,20 @@ from collections.abc import Callable
 import torch
 
 from cluster.config import Config
-from cluster.config.workers import DraftConfig, DrafterName, LayerChoice
+from cluster.config.workers import READ_STATES, DraftConfig, DrafterName, LayerChoice
 from cluster.drafters.base import Drafter
 from cluster.drafters.model import ModelDrafter
 from cluster.drafters.ngram import NgramDrafter
 from cluster.drafters.parallel import ParallelDrafter
 from cluster.drafters.simulated import SimulatedDrafter
 from cluster.engine.cpu_kernels import has_kernels
-from cluster.engine.eagle import EagleHead, load_eagle_head
+from cluster.engine.eagle import load_eagle_head, read_eagle_config
+from cluster.engine.heads import DecoderHead
 from cluster.engine.limits import StepLimits
 from cluster.engine.loader import LoadedModel, Progress
+from cluster.engine.medusa import MedusaHeads, load_medusa_heads, read_medusa_names
 from cluster.engine.model_config import ModelConfig
+from cluster.engine.mtp import load_mtp_head, read_mtp_config
 from cluster.engine.quantization import Quantization
 from cluster.engine.runner import ModelRunner, kv_cache_budget, load_weights
 from cluster.errors import ConfigurationError
@@ -107,12 +110,33 @@ def _check_shared(config: Config, target: LoadedModel) -> None:
             )
 
 
-def load_head(config: Config, target: LoadedModel) -> EagleHead:
-    """Returns the EAGLE head that `config` names, which shares tensors with `target`. Raises ConfigurationError."""
+def check_heads(config: Config) -> None:
+    """Raises ConfigurationError if the heads that `config` names are missing or unsupported. Reads no weights.
+
+    The drafter must be one that reads the target's states.
+    """
+    folder = resolve_model_folder(config.target.model)
+    target = ModelConfig.from_folder(folder)
+    if config.draft.drafter == "eagle":
+        read_eagle_config(resolve_model_folder(config.draft.model), target)
+    elif config.draft.drafter == "medusa":
+        read_medusa_names(resolve_model_folder(config.draft.model))
+    else:
+        read_mtp_config(folder, target)
+
+
+def load_heads(config: Config, target: LoadedModel) -> DecoderHead | MedusaHeads:
+    """Returns the heads that `config` names, which share tensors with `target`. Raises ConfigurationError.
+
+    The drafter must be one that reads the target's states.
+    """
     draft = config.draft
     _check_shared(config, target)
     quantization = draft.quantization and Quantization.named(draft.quantization, draft.quantization_group_size)
-    return load_eagle_head(resolve_model_folder(draft.model), target, quantization)
+    if draft.drafter == "mtp":
+        return load_mtp_head(resolve_model_folder(config.target.model), target, quantization)
+    load = load_medusa_heads if draft.drafter == "medusa" else load_eagle_head
+    return load(resolve_model_folder(draft.model), target, quantization)
 
 
 def model_drafter(config: Config, runner: ModelRunner, vocabulary: VocabularyMap | None = None) -> Drafter:
@@ -161,12 +185,8 @@ def _vllm(config: Config, progress: Progress | None, vocabulary: VocabularyMap |
     return VllmDrafter(DraftEngine(config.draft), config.draft.max_num_seqs, vocabulary)
 
 
-def _eagle(config: Config, progress: Progress | None, vocabulary: VocabularyMap | None) -> Drafter:
-    raise ConfigurationError("draft.drafter eagle drafts inside the target: it has no draft workers")
-
-
-def _engine(config: Config, progress: Progress | None, vocabulary: VocabularyMap | None) -> Drafter:
-    raise ConfigurationError("draft.drafter engine drafts inside the target: it has no draft workers")
+def _in_target(config: Config, progress: Progress | None, vocabulary: VocabularyMap | None) -> Drafter:
+    raise ConfigurationError(f"draft.drafter {config.draft.drafter} drafts inside the target: it has no draft workers")
 
 
 def _simulated(config: Config, progress: Progress | None, vocabulary: VocabularyMap | None) -> Drafter:
@@ -187,8 +207,7 @@ _DRAFTERS: dict[DrafterName, Callable[[Config, Progress | None, VocabularyMap | 
     **dict.fromkeys(_OF_TARGET, _model_drafter),
     "ngram": _ngram,
     "vllm": _vllm,
-    "eagle": _eagle,
-    "engine": _engine,
+    **dict.fromkeys((*READ_STATES, "engine"), _in_target),
     "simulated": _simulated,
 }
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from cluster.drafters.base import DraftSequence
+from cluster.drafters.levels import extend_by_levels
 from cluster.drafters.model import LevelStep, ModelDrafter
 from cluster.engine.batch import Segment
 from cluster.engine.limits import StepLimits
@@ -98,19 +99,7 @@ class ParallelDrafter(ModelDrafter):
         best = iter(self._sampler.best_choices(logits, requests, width))
         for sequence, node, num_drafts in extended:
             levels = [next(best) for _ in range(num_drafts)]
-            end = node
-            for token_ids, gaps in levels:
-                sequence.extend(end, token_ids[: sequence.width], gaps[: sequence.width])
-                end = sequence.children(end)[0]
-            if sequence.shape is not None and node == -1:
-                self._complete(sequence, levels)
-
-    def _complete(self, sequence: DraftSequence, levels: Sequence[tuple[list[int], list[float]]]) -> None:
-        """Gives the other nodes of the owed tree the best tokens of their depths."""
-        while nodes := [n for n in sequence.missing(self.max_model_len) if sequence.depth(n) < len(levels)]:
-            for node in nodes:
-                token_ids, gaps = levels[sequence.depth(node)]
-                sequence.extend(node, token_ids[: sequence.width], gaps[: sequence.width])
+            extend_by_levels(sequence, node, levels, self.max_model_len)
 
 
 class _Rows:

@@ -1,4 +1,4 @@
-"""Reads the tensors of a Hugging Face folder, from one or several .safetensors or a pytorch_model.bin."""
+"""Reads the tensors of a Hugging Face folder, from one or several .safetensors or a file of pickled tensors."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from safetensors import SafetensorError, safe_open
 from cluster.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
+
+_PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
 
 
 class TensorReader:
@@ -71,7 +73,7 @@ class TensorReader:
 def weight_map(folder: Path, *, takes_pickle: bool = False) -> dict[str, str]:
     """Returns the file name of each tensor by the tensor's name. Raises ConfigurationError.
 
-    `takes_pickle`: whether a pytorch_model.bin is read if there are no .safetensors.
+    `takes_pickle`: whether a pytorch_model.bin or medusa_lm_head.pt is read if there are no .safetensors.
     """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
@@ -80,14 +82,14 @@ def weight_map(folder: Path, *, takes_pickle: bool = False) -> dict[str, str]:
         except (OSError, ValueError, KeyError) as error:
             raise ConfigurationError(f"cannot read {index}: {error}") from error
         return weight_map
-    for name in ("model.safetensors", *(("pytorch_model.bin",) if takes_pickle else ())):
+    for name in ("model.safetensors", *(_PICKLES if takes_pickle else ())):
         if (folder / name).is_file():
             return dict.fromkeys(_open_shard(folder / name).keys(), name)
     raise ConfigurationError(f"{folder} has no model.safetensors (nor an index of shards)")
 
 
 class _Pickled:
-    """A pytorch_model.bin. Its tensors are memory-mapped; objects other than tensors are refused, as they run code."""
+    """A memory-mapped file of pickled tensors. Other objects are refused, because reading them can run code."""
 
     def __init__(self, file: Path) -> None:
         self._tensors: dict[str, torch.Tensor] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
@@ -101,6 +103,6 @@ class _Pickled:
 
 def _open_shard(file: Path) -> Any:
     try:
-        return _Pickled(file) if file.suffix == ".bin" else safe_open(file, framework="pt")
+        return _Pickled(file) if file.name in _PICKLES else safe_open(file, framework="pt")
     except (OSError, SafetensorError, RuntimeError, pickle.UnpicklingError) as error:
         raise ConfigurationError(f"cannot read {file}: {error}") from error

@@ -123,7 +123,7 @@ class ModelConfig:
             tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
             eos_token_ids=eos_token_ids(folder, values),
             has_qkv_bias=family.has_qkv_bias or has_attention_bias,
-            has_output_bias=has_attention_bias,
+            has_output_bias=has_attention_bias and not family.has_qkv_bias,
             has_mlp_bias=bool(values.get("mlp_bias")),
             has_qk_norm=family.has_qk_norm,
             mask_token_id=None if values.get("pard_token") is None else int(values["pard_token"]),
@@ -175,6 +175,12 @@ FAMILIES = {
         bias_options=("attention_bias",),
         sliding_window=_window_by_layer,
         defaults={**_QWEN_DEFAULTS, "head_dim": 128},
+    ),
+    "MiMoForCausalLM": Family(
+        has_qkv_bias=True,
+        bias_options=("attention_bias",),  # only of query, keys and values, as in Qwen2
+        sliding_window=_window_by_layer,
+        defaults=_QWEN_DEFAULTS,
     ),
 }
 

@@ -15,21 +15,24 @@ from cluster.config.workers import EngineName
 from cluster.coordination.base import LinkPool
 from cluster.coordination.pool import DraftPool
 from cluster.drafters.base import Drafter
-from cluster.drafters.eagle import EagleDrafter, TargetStates
 from cluster.drafters.factory import (
     is_model,
     load_draft_model,
     load_draft_weights,
-    load_head,
+    load_heads,
     make_drafter,
     model_drafter,
 )
+from cluster.drafters.head import HeadDrafter
+from cluster.drafters.medusa import MedusaDrafter
 from cluster.drafters.pairing import draft_vocabulary
+from cluster.drafters.target_states import TargetStates
 from cluster.engine.blocks import BlockManager
 from cluster.engine.invariance import check_invariance
 from cluster.engine.kv_cache import block_bytes
 from cluster.engine.limits import StepLimits
 from cluster.engine.loader import LoadedModel, Progress, resolve_device
+from cluster.engine.medusa import MedusaHeads
 from cluster.engine.model_config import ModelConfig
 from cluster.engine.runner import ModelRunner, kv_cache_budget, kv_cache_budgets, load_weights
 from cluster.errors import ConfigurationError
@@ -71,8 +74,8 @@ def _torch(config: Config, fingerprint: str, progress: Progress | None) -> Targe
     loaded = load_weights(target, dtype_on_cpu=torch.bfloat16, progress=progress, numerics=target.numerics)
     pool: LinkPool
     states = None
-    if config.drafts_in_process and config.draft.drafter == "eagle":
-        states, pool = _with_head(config, loaded)
+    if config.drafts_in_process and config.draft.reads_states:
+        states, pool = _with_heads(config, loaded)
         runner = states.runner
     elif config.drafts_in_process:
         runner, pool = _with_drafter(config, loaded)
@@ -106,18 +109,24 @@ def _with_drafter(config: Config, loaded: LoadedModel) -> tuple[ModelRunner, InP
     return runner, pool
 
 
-def _with_head(config: Config, loaded: LoadedModel) -> tuple[TargetStates, InProcessPool]:
-    """Returns the target's runner, which keeps its hidden states, and a pool with the head that drafts from them."""
+def _with_heads(config: Config, loaded: LoadedModel) -> tuple[TargetStates, InProcessPool]:
+    """Returns the target's runner, which keeps its hidden states, and a pool with the heads that draft from them."""
     target, draft = config.target, config.draft
-    head = load_head(config, loaded)
-    captured = replace(loaded.config, captured_layers=head.config.captured_layers)
-    loaded = replace(loaded, config=captured)
-    of_target, of_draft = kv_cache_budgets(target, loaded, draft, head.model)
-    states = TargetStates(ModelRunner.with_cache(loaded, target, of_target))
-    runner = ModelRunner.with_cache(head.model, draft, of_draft)
-    limits = StepLimits.of(draft, runner.model.config.resolve_max_model_len(draft.max_model_len))
-    drafter = EagleDrafter(head, runner, limits, states)
-    return states, _in_process_pool(config, drafter, reads_much=runner.model.num_bytes_read >= _BYTES_FOR_ALL_THREADS)
+    heads = load_heads(config, loaded)
+    loaded = replace(loaded, config=replace(loaded.config, captured_layers=heads.captured_layers))
+    max_model_len = loaded.config.resolve_max_model_len(draft.max_model_len)
+    limits = StepLimits.of(draft, max_model_len)
+    drafter: Drafter
+    if isinstance(heads, MedusaHeads):
+        budget = kv_cache_budget(target, loaded.weights.device)
+        states = TargetStates(ModelRunner.with_cache(loaded, target, budget))
+        drafter, num_bytes_read = MedusaDrafter(heads, limits, states), heads.num_bytes_read
+    else:
+        of_target, of_draft = kv_cache_budgets(target, loaded, draft, heads.model)
+        states = TargetStates(ModelRunner.with_cache(loaded, target, of_target))
+        runner = ModelRunner.with_cache(heads.model, draft, of_draft)
+        drafter, num_bytes_read = HeadDrafter(heads, runner, limits, states), runner.model.num_bytes_read
+    return states, _in_process_pool(config, drafter, reads_much=num_bytes_read >= _BYTES_FOR_ALL_THREADS)
 
 
 def _in_process_pool(
@@ -143,7 +152,7 @@ def _in_process_pool(
     if num_threads is None and not (is_shared and reads_much):
         # With more than one thread, the drafter and the target would take turns in the kernels' thread pool.
         num_threads = 1
-    names = {"simulated": "simulated", "eagle": draft.model}
+    names = {"simulated": "simulated", "eagle": draft.model, "medusa": draft.model}
     name = names.get(draft.drafter, config.draft_model)
     logger.info(
         "%s (%s) drafts in this process, %s; its KV cache has %d blocks of %d tokens",

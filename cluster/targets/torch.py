@@ -12,7 +12,7 @@ import torch
 from cluster.config.speculation import SpeculationConfig
 from cluster.constraints import UNCONSTRAINED
 from cluster.coordination.base import LinkPool
-from cluster.drafters.eagle import ComputedSequence, TargetStates
+from cluster.drafters.target_states import ComputedSequence, TargetStates
 from cluster.engine.batch import Segment
 from cluster.engine.limits import StepLimits
 from cluster.engine.runner import ModelRunner

@@ -22,6 +22,11 @@ def check_models(config: Config) -> None:
         )
     _check_model(config.draft_model, is_ours=config.draft.drafter != "vllm")
     draft_vocabulary(config)
+    if config.draft.reads_states and config.has_drafter:
+        # Imported here: reading the names in a checkpoint needs PyTorch, which takes a second to import.
+        from cluster.drafters.factory import check_heads
+
+        check_heads(config)
 
 
 def _check_model(model: str, *, is_ours: bool) -> None:

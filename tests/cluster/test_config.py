@@ -7,6 +7,7 @@ import pytest
 from cluster.config import Config
 from cluster.config.file import load_config
 from cluster.config.speculation import SpeculationConfig
+from cluster.config.workers import READ_STATES
 from cluster.errors import ConfigurationError
 from services.launch.checks import check_models
 
@@ -275,3 +276,36 @@ def test_vllm_needs_a_draft_with_the_targets_ids() -> None:
     with pytest.raises(ConfigurationError, match=r"it has 5 of 4096: use draft\.drafter model"):
         check_models(config)
     check_models(load_config(None, ["draft.drafter=model", "draft.model=outrider-draft-smollm2-135m"]))
+
+
+@pytest.mark.parametrize("drafter", READ_STATES)
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["draft.placement=pool"], "reads the target's hidden states: leave draft.placement out, .* not pool"),
+        (["draft.placement=sidecar"], "reads the target's hidden states: leave draft.placement out, .* not sidecar"),
+        (["draft.in_process_threads=own"], "drafts in the target's thread: leave draft.in_process_threads out"),
+        (["target.engine=vllm"], "needs target.engine torch, not vllm: .*speculative_config {method: "),
+        (["speculation.acceptance=rejection"], "which draft.drafter {drafter} does not support"),
+    ],
+)
+def test_heads_draft_only_in_the_thread_of_a_target_of_ours(drafter: str, settings: list[str], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said.replace("{drafter}", drafter)):
+        load_config(None, [f"draft.drafter={drafter}", *settings])
+    config = load_config(None, [f"draft.drafter={drafter}"])
+    assert config.drafts_in_process
+    assert not config.has_draft_workers
+
+
+@pytest.mark.parametrize(
+    ("drafter", "said"),
+    [("eagle", "has no EAGLE head"), ("medusa", "has no Medusa heads"), ("mtp", "has no MTP module")],
+)
+def test_heads_are_checked_before_programs_start(drafter: str, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        check_models(load_config(None, [f"draft.drafter={drafter}"]))
+    check_models(load_config(None, [f"draft.drafter={drafter}", "speculation.num_speculative_tokens=0"]))
+
+
+def test_a_head_that_fits_passes_the_check() -> None:
+    check_models(load_config(None, ["draft.drafter=eagle", "draft.model=outrider-eagle-12m"]))

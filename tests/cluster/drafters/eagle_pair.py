@@ -1,21 +1,27 @@
-"""A tiny target that keeps its states, and an EAGLE head that drafts from them, without a step loop."""
+"""A tiny target that keeps its states, and heads that draft from them, without a step loop."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from cluster.drafters.base import DraftSequence
-from cluster.drafters.eagle import ComputedSequence, EagleDrafter, TargetStates
+from cluster.drafters.base import Drafter, DraftSequence
+from cluster.drafters.head import HeadDrafter
+from cluster.drafters.medusa import MedusaDrafter
+from cluster.drafters.target_states import ComputedSequence, TargetStates
 from cluster.engine.batch import Segment
 from cluster.engine.cpu_kernels import has_kernels
 from cluster.engine.cpu_model import CpuModel
 from cluster.engine.eagle import load_eagle_head
+from cluster.engine.heads import DecoderHead
 from cluster.engine.limits import StepLimits
-from cluster.engine.loader import load_model
+from cluster.engine.loader import LoadedModel, load_model
+from cluster.engine.medusa import MedusaHeads
 from cluster.engine.model import Model, TorchModel
+from cluster.engine.model_config import AFTER_NORM
 from cluster.engine.runner import ModelRunner
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
@@ -28,19 +34,28 @@ LIMITS = StepLimits(max_model_len=200, max_num_seqs=8, max_num_batched_tokens=64
 GREEDY = SamplingParams(temperature=0.0)
 FORMS: list[type[Model]] = [TorchModel, CpuModel] if has_kernels() else [TorchModel]
 
+Load = Callable[[Path, LoadedModel], DecoderHead | MedusaHeads]
+
 
 class Pair:
     """The two; the caller says what the target has computed."""
 
-    def __init__(self, target_folder: Path, head_folder: Path, form: type[Model]) -> None:
+    def __init__(
+        self, target_folder: Path, heads_folder: Path, form: type[Model], load: Load = load_eagle_head
+    ) -> None:
         loaded = load_model(target_folder, torch.float32, CPU, form=form)
-        head = load_eagle_head(head_folder, loaded)
-        config = replace(loaded.config, captured_layers=head.config.captured_layers)
+        heads = load(heads_folder, loaded)
+        config = replace(loaded.config, captured_layers=heads.captured_layers)
         self.target = ModelRunner(replace(loaded, config=config), BLOCK_SIZE, NUM_BLOCKS)
-        self.head = ModelRunner(replace(head.model, form=form), BLOCK_SIZE, NUM_BLOCKS)
         self.computed: dict[int, ComputedSequence] = {}
         states = TargetStates(self.target, lambda: self.computed)
-        self.drafter = EagleDrafter(replace(head, model=replace(head.model, form=form)), self.head, LIMITS, states)
+        self.drafter: Drafter
+        if isinstance(heads, MedusaHeads):
+            self.drafter = MedusaDrafter(heads, LIMITS, states)
+        else:
+            heads = replace(heads, model=replace(heads.model, form=form))
+            self.head = ModelRunner(heads.model, BLOCK_SIZE, NUM_BLOCKS)
+            self.drafter = HeadDrafter(heads, self.head, LIMITS, states)
 
     def open(self, token_ids: list[int], wire_id: int = 1, k: int = K, width: int = 1) -> DraftSequence:
         """A sequence whose tokens the target has computed, all but the last."""
@@ -72,3 +87,25 @@ class Pair:
     def close(self, sequence: DraftSequence) -> None:
         self.drafter.release(sequence)
         self.target.blocks.free(list(self.computed.pop(sequence.wire_id).block_table))
+
+
+@torch.inference_mode()
+def states_of(target_folder: Path, token_ids: list[int], layers: tuple[int, ...]) -> torch.Tensor:
+    """States of `token_ids` after each number of layers, as transformers computes them; -1: after the last norm."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32)
+    before: list[torch.Tensor] = []
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(lambda module, inputs: before.append(inputs[0][0]))
+    model.model.norm.register_forward_pre_hook(lambda module, inputs: before.append(inputs[0][0]))
+    last = model.model(torch.tensor([token_ids])).last_hidden_state[0]
+    return torch.cat([last if layer == AFTER_NORM else before[layer] for layer in layers], dim=-1)
+
+
+def ends_of(target_folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """The target's embedding and output layer."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(target_folder / "model.safetensors")
+    return tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]

@@ -16,7 +16,7 @@ from cluster.engine.model import Model, TorchModel
 from cluster.engine.model_config import AFTER_NORM
 from cluster.engine.runner import ModelRunner
 from cluster.errors import ConfigurationError
-from tests.cluster.drafters.eagle_pair import BLOCK_SIZE, FORMS, K, Pair
+from tests.cluster.drafters.eagle_pair import BLOCK_SIZE, FORMS, K, Pair, ends_of, states_of
 from tests.cluster.engine.eagle_heads import FORMATS, TARGET_LAYERS, captured_layers, draft_logits, save_head
 from tests.cluster.engine.tokens import random_tokens
 
@@ -26,19 +26,6 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def target_folder(tiny_folder: Callable[..., Path]) -> Path:
     return tiny_folder(num_hidden_layers=TARGET_LAYERS)
-
-
-@torch.inference_mode()
-def states_of(target_folder: Path, token_ids: list[int], layers: tuple[int, ...]) -> torch.Tensor:
-    """States of `token_ids` after each number of layers, as transformers computes them; -1: after the last norm."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32)
-    before: list[torch.Tensor] = []
-    for layer in model.model.layers:
-        layer.register_forward_pre_hook(lambda module, inputs: before.append(inputs[0][0]))
-    last = model.model(torch.tensor([token_ids])).last_hidden_state[0]
-    return torch.cat([last if layer == AFTER_NORM else before[layer] for layer in layers], dim=-1)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
@@ -68,7 +55,7 @@ def test_drafts_are_those_of_the_head_written_out(
 ) -> None:
     tensors = save_head(tmp_path, published)
     pair = Pair(target_folder, tmp_path, form)
-    embedding, output = _ends(target_folder)
+    embedding, output = ends_of(target_folder)
     layers = captured_layers(published)
     texts = [random_tokens(seed, length) for seed, length in ((1, 23), (2, 40), (3, 2))]
     sequences = [pair.open(text, wire_id) for wire_id, text in enumerate(texts, start=1)]
@@ -90,7 +77,7 @@ def test_drafts_are_those_of_the_head_written_out(
 def test_a_tree_has_the_best_children_of_each_node(target_folder: Path, tmp_path: Path) -> None:
     tensors = save_head(tmp_path, "eagle3")
     pair = Pair(target_folder, tmp_path, FORMS[-1])
-    embedding, output = _ends(target_folder)
+    embedding, output = ends_of(target_folder)
     token_ids = random_tokens(4, 30)
     states = states_of(target_folder, token_ids[:-1], captured_layers("eagle3"))
     sequence = pair.open(token_ids, width=2)
@@ -142,7 +129,7 @@ def test_without_the_targets_states_it_proposes_nothing(target_folder: Path, tmp
 def test_prefixes_are_shared_only_by_what_is_equal_before_and_in_them(target_folder: Path, tmp_path: Path) -> None:
     tensors = save_head(tmp_path, "eagle")
     pair = Pair(target_folder, tmp_path, TorchModel)
-    embedding, output = _ends(target_folder)
+    embedding, output = ends_of(target_folder)
     text = random_tokens(6, 30)
     others = [text[:21] + random_tokens(7, 9), [text[0] ^ 1, *text[1:]], [*text[:20], text[20] ^ 1, *text[21:]]]
     first = pair.open(text)
@@ -157,14 +144,6 @@ def test_prefixes_are_shared_only_by_what_is_equal_before_and_in_them(target_fol
         states = states_of(target_folder, other[:-1], (AFTER_NORM,))
         expected = draft_logits("eagle", tensors, embedding, output, states, other, K)
         assert pair.draft(sequence) == [[int(logits.argmax()) for logits in expected]]
-
-
-def _ends(target_folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """The target's embedding and output layer."""
-    from safetensors.torch import load_file
-
-    tensors = load_file(target_folder / "model.safetensors")
-    return tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
 
 
 @pytest.mark.parametrize(

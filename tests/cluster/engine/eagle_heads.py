@@ -1,4 +1,4 @@
-"""Random EAGLE heads in the forms in which they are published, and what such a head computes, written out."""
+"""Random EAGLE heads in the forms in which they are published, and what these and MTP compute, written out."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def draft_logits(
     """
     embedding = tensors.get("embed_tokens.weight", embedding)
     is_third = "norm.weight" in tensors
-    layer = "midlayer" if form.startswith("eagle3") else "layers.0"
+    layer = "model.mtp_layers.0" if form == "mtp" else "midlayer" if form.startswith("eagle3") else "layers.0"
     named = {name.removeprefix(f"{layer}."): tensor for name, tensor in tensors.items()}
     read = states
     if is_third and "fc.weight" in named:
@@ -139,6 +139,10 @@ def draft_logits(
             normed = _norm(inputs, named["hidden_norm.weight"])
             attention = torch.cat([_norm(embedded, named["input_layernorm.weight"]), normed], dim=-1)
             residual = normed if form == "speculators" else inputs
+        elif form == "mtp":
+            halves = [_norm(inputs, named["hidden_layernorm.weight"]), _norm(embedded, named["token_layernorm.weight"])]
+            residual = torch.cat(halves, dim=-1) @ named["input_proj.weight"].T
+            attention = _norm(residual, named["input_layernorm.weight"])
         else:
             attention = torch.cat([embedded, inputs], dim=-1) @ named["fc.weight"].T + named.get("fc.bias", 0.0)
             residual = attention
@@ -146,21 +150,25 @@ def draft_logits(
         normed = _norm(hidden, named["post_attention_layernorm.weight"])
         gate = F.silu(normed @ named["mlp.gate_proj.weight"].T) * (normed @ named["mlp.up_proj.weight"].T)
         last = (hidden + gate @ named["mlp.down_proj.weight"].T)[-1]
-        output = _norm(last, named["norm.weight"]) if is_third else last
+        norm = named.get("final_layernorm.weight" if form == "mtp" else "norm.weight")
+        output = last if norm is None else _norm(last, norm)
         if is_third:
             logits = torch.full((VOCAB,), -torch.inf)
             logits[named["d2t"] + torch.arange(DRAFT_VOCAB)] = named["lm_head.weight"] @ output
         else:
             logits = head @ output
         found.append(logits)
-        own.append(output if form == "speculators with norms" else last)
+        own.append(output if form in ("mtp", "speculators with norms") else last)
         tokens.append(int(logits.argmax()))
     return found
 
 
 def _attend(x: Tensor, named: Tensors) -> Tensor:
     query, keys, values = (
-        (x @ named[f"self_attn.{name}_proj.weight"].T).unflatten(-1, (-1, HEAD_DIM)).transpose(0, 1) for name in "qkv"
+        F.linear(x, named[f"self_attn.{name}_proj.weight"], named.get(f"self_attn.{name}_proj.bias"))
+        .unflatten(-1, (-1, HEAD_DIM))
+        .transpose(0, 1)
+        for name in "qkv"
     )
     frequencies = THETA ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
     angles = torch.outer(torch.arange(len(x)).float(), frequencies).repeat(1, 2)

@@ -1,4 +1,4 @@
-"""A drafter with an EAGLE head, which reads the target's hidden states in the target's process.
+"""A drafter with a head that is a decoder (EAGLE, MTP), which reads hidden states in the target's process.
 
 Place t of a sequence in the head's cache has the state of token t and the embedding of token t + 1. So the contents of
 a block depend on the sequence's first token and the tokens of the block and before it, and prefixes are shared as in
@@ -10,34 +10,19 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from cluster.drafters.base import DraftSequence
 from cluster.drafters.model import LevelStep, ModelDrafter
+from cluster.drafters.target_states import ComputedSequence, TargetStates
 from cluster.engine.batch import Batch, slots_of
-from cluster.engine.eagle import EagleHead
+from cluster.engine.heads import DecoderHead
 from cluster.engine.limits import StepLimits
 from cluster.engine.model import LayerInputs
 from cluster.engine.runner import ModelRunner
-
-
-@dataclass(frozen=True, slots=True)
-class ComputedSequence:
-    """Where the target has the states of a sequence's first `num_tokens` tokens."""
-
-    block_table: Sequence[int]
-    num_tokens: int
-
-
-@dataclass(slots=True)
-class TargetStates:
-    """The hidden states of a target in the same process. Valid only between its steps."""
-
-    runner: ModelRunner
-    find: Callable[[], Mapping[int, ComputedSequence]] = dict  # the running sequences by their numbers on the link
 
 
 @dataclass(slots=True)
@@ -50,38 +35,27 @@ class _Sources:
     head_slots: list[int] = field(default_factory=list)
 
 
-class EagleDrafter(ModelDrafter):
+class HeadDrafter(ModelDrafter):
     """Drafts with a head whose cache has its own states. Its thread must be the target's."""
 
     _num_without_place = 1  # place t has token t + 1
 
-    def __init__(self, head: EagleHead, runner: ModelRunner, limits: StepLimits, target: TargetStates) -> None:
+    def __init__(self, head: DecoderHead, runner: ModelRunner, limits: StepLimits, target: TargetStates) -> None:
         super().__init__(runner, limits)
         self.vocab_size = target.runner.model.config.vocab_size
         self._head = head
         self._target = target
-        self._computed: Mapping[int, ComputedSequence] = {}
+        self._computed: Mapping[DraftSequence, ComputedSequence] = {}
         self._sources = _Sources()
 
     def draft(self, sequences: Sequence[DraftSequence]) -> list[DraftSequence]:
-        self._computed, self._sources = self._target.find(), _Sources()
-        ready = []
-        for sequence in sequences:
-            if self._has_states(sequence):
-                ready.append(sequence)
-            else:
-                sequence.is_exhausted = sequence.lacks_states = True
-        return super().draft(ready) if ready else []
+        self._computed, self._sources = self._target.of(sequences), _Sources()
+        return super().draft(list(self._computed)) if self._computed else []
 
     def rewind(self, sequence: DraftSequence, kept: Sequence[int]) -> None:
         self._caches[sequence].computed_nodes.clear()
         if kept:
             sequence.drop_drafts()  # the states of drafts are guesses
-
-    def _has_states(self, sequence: DraftSequence) -> bool:
-        """Returns True if the target has the states of all committed tokens except the last."""
-        computed = self._computed.get(sequence.wire_id)
-        return computed is not None and computed.num_tokens >= sequence.num_committed - 1 > 0
 
     def _root(self, sequence: DraftSequence) -> bytes:
         return hashlib.sha256(sequence.cache_root + array("q", sequence.token_ids[:1]).tobytes()).digest()
@@ -100,7 +74,7 @@ class EagleDrafter(ModelDrafter):
             else:
                 sources.of_head.append(row)
                 head_places.append(end + sequence.parents[place - end])
-        computed = self._computed[sequence.wire_id]
+        computed = self._computed[sequence]
         sources.target_slots += slots_of(target_places, computed.block_table, self._target.runner.blocks.block_size)
         sources.head_slots += slots_of(head_places, segment.block_table, self.block_size)
 

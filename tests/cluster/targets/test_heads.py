@@ -1,4 +1,4 @@
-"""The bundled EAGLE head in the target's process: the tokens of k = 0, whatever happens to a sequence."""
+"""Heads in the target's process: the tokens of k = 0, for all that happens to a sequence."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from cluster.config import Config
 from cluster.engine.cpu_kernels import has_kernels
+from cluster.engine.model_config import ModelConfig
 from cluster.model_folder import resolve_model_folder
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
@@ -17,6 +18,7 @@ from cluster.targets.factory import make_target
 from cluster.targets.torch import TorchTarget
 from cluster.tokenization import Tokenizer
 from services.training.corpus import held_out_texts
+from tests.cluster.engine.further_heads import save_bundled_target_with_mtp, save_medusa_heads
 
 pytestmark = pytest.mark.skipif(not has_kernels(), reason="PyTorch's operators do not give the same bits at every k")
 
@@ -28,17 +30,33 @@ SAMPLING = (
     SamplingParams(temperature=0.0, repetition_penalty=1.2, frequency_penalty=0.2, logit_bias=((7, 1.0),)),
 )
 NUM_REQUESTS = 8
+Changes = dict[str, dict[str, Any]]
 TOKENIZER = Tokenizer(resolve_model_folder(TARGET))
 
 
-def new_target(**changes: dict[str, Any]) -> TorchTarget:
-    settings: dict[str, dict[str, Any]] = {
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Changes]:
+    """Settings of each drafter: the bundled EAGLE head, random Medusa heads, and an MTP module made of the former."""
+    medusa, mtp = tmp_path_factory.mktemp("medusa"), tmp_path_factory.mktemp("mtp")
+    config = ModelConfig.from_folder(resolve_model_folder(TARGET))
+    save_medusa_heads(medusa, "without outputs", hidden=config.hidden_size, vocab=config.vocab_size)
+    save_bundled_target_with_mtp(mtp)
+    return {
+        "eagle": {"draft": {"drafter": "eagle", "model": "outrider-eagle-12m"}},
+        "medusa": {"draft": {"drafter": "medusa", "model": str(medusa)}},
+        "mtp": {"target": {"model": str(mtp)}, "draft": {"drafter": "mtp"}},
+        "none": {"draft": {"drafter": "ngram", "model": TARGET}},
+    }
+
+
+def new_target(*several: Changes) -> TorchTarget:
+    settings: Changes = {
         "target": {"dtype": "float32", "numerics": "invariant", "threads": 1},
-        "draft": {"drafter": "eagle", "model": "outrider-eagle-12m"},
         "speculation": {"controller": "fixed", "draft_timeout_ms": 60_000},
     }
-    for section, values in changes.items():
-        settings[section] = settings[section] | values
+    for changes in several:
+        for section, values in changes.items():
+            settings[section] = settings.get(section, {}) | values
     target = make_target(Config.model_validate(settings), TOKENIZER.fingerprint())
     assert isinstance(target, TorchTarget)
     return target
@@ -64,7 +82,7 @@ def requests(k: int | None, max_tokens: int = 40) -> list[GenerationRequest]:
 
 
 class Answers:
-    """The answers of a target to `asked`, and how many of its drafts were accepted."""
+    """Tokens that a target generated, and how many of its drafts were accepted."""
 
     def __init__(self, target: TorchTarget, asked: Sequence[GenerationRequest]) -> None:
         self.token_ids: dict[str, list[int]] = {}
@@ -84,8 +102,8 @@ class Answers:
 
 
 @pytest.fixture(scope="module")
-def expected() -> dict[str, list[int]]:
-    return Answers(new_target(draft={"drafter": "ngram", "model": TARGET}), requests(0)).token_ids
+def expected(heads: dict[str, Changes]) -> dict[str, list[int]]:
+    return Answers(new_target(heads["none"]), requests(0)).token_ids
 
 
 @pytest.mark.parametrize(
@@ -100,17 +118,24 @@ def expected() -> dict[str, list[int]]:
     ],
     ids=["chains", "trees", "goodput", "chunks", "preemption", "little room for the head"],
 )
-def test_the_tokens_are_those_without_drafts(changes: dict[str, Any], expected: dict[str, list[int]]) -> None:
-    target = new_target(**changes)
+@pytest.mark.parametrize(("drafter", "share"), [("eagle", 0.25), ("medusa", 0.0), ("mtp", 0.25)])
+def test_the_tokens_are_those_without_drafts(
+    drafter: str, share: float, changes: Changes, heads: dict[str, Changes], expected: dict[str, list[int]]
+) -> None:
+    """`share`: at least this share of the drafts is accepted."""
+    target = new_target(heads[drafter], changes)
     answers = Answers(target, requests(None))
     assert answers.token_ids == expected
-    assert answers.num_accepted > 0.25 * answers.num_drafts > 0
+    assert answers.num_accepted > share * answers.num_drafts
     if "kv_cache_bytes" in changes.get("target", {}):
         assert sum(r.value for r in target.readings() if r.name == "vllm:num_preemptions") > 0
 
 
-def test_a_sequence_goes_on_after_rounds_without_drafts_and_prefixes_are_found(expected: dict[str, list[int]]) -> None:
-    target = new_target()
+@pytest.mark.parametrize("drafter", ["eagle", "medusa", "mtp"])
+def test_a_sequence_goes_on_after_rounds_without_drafts_and_prefixes_are_found(
+    drafter: str, heads: dict[str, Changes], expected: dict[str, list[int]]
+) -> None:
+    target = new_target(heads[drafter])
     first = Answers(target, requests(3))
     again = Answers(target, requests(3))
     assert first.token_ids == again.token_ids == expected
@@ -119,8 +144,9 @@ def test_a_sequence_goes_on_after_rounds_without_drafts_and_prefixes_are_found(e
     assert Answers(target, requests(0)).token_ids == expected
 
 
-def test_the_cache_of_the_target_has_room_for_the_states() -> None:
-    num_bytes = {"kv_cache_bytes": 4_000_000}
-    with_states = new_target(target=num_bytes).load().num_blocks
-    without = new_target(target=num_bytes, draft={"drafter": "ngram", "model": TARGET}).load().num_blocks
+@pytest.mark.parametrize("drafter", ["eagle", "medusa", "mtp"])
+def test_the_cache_of_the_target_has_room_for_the_states(drafter: str, heads: dict[str, Changes]) -> None:
+    num_bytes = {"target": {"kv_cache_bytes": 4_000_000}}
+    with_states = new_target(heads[drafter], num_bytes).load().num_blocks
+    without = new_target(heads["none"], num_bytes).load().num_blocks
     assert with_states < without < 1.5 * with_states
