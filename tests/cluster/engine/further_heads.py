@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cluster.model_folder import resolve_model_folder
-from tests.cluster.engine.eagle_heads import HEADS, HIDDEN, KV_HEADS, VOCAB, Tensors
+from tests.cluster.engine.eagle_heads import HIDDEN, VOCAB, Tensors
 
 NUM_HEADS = 5
 MEDUSA_FORMATS = (
@@ -84,16 +84,16 @@ def save_mtp_target(folder: Path, source: Path, seed: int = 0) -> Tensors:
     tensors = load_file(source / "model.safetensors")
     tensors["model.embed_tokens.weight"][0] = 0.0
     hidden, intermediate = config["hidden_size"], config["intermediate_size"]
-    head_dim = config.get("head_dim") or hidden // HEADS
+    query, keys = (config[key] * config["head_dim"] for key in ("num_attention_heads", "num_key_value_heads"))
     shapes: dict[str, tuple[int, ...]] = {
         "input_proj.weight": (hidden, 2 * hidden),
-        "self_attn.q_proj.weight": (HEADS * head_dim, hidden),
-        "self_attn.k_proj.weight": (KV_HEADS * head_dim, hidden),
-        "self_attn.v_proj.weight": (KV_HEADS * head_dim, hidden),
-        "self_attn.q_proj.bias": (HEADS * head_dim,),
-        "self_attn.k_proj.bias": (KV_HEADS * head_dim,),
-        "self_attn.v_proj.bias": (KV_HEADS * head_dim,),
-        "self_attn.o_proj.weight": (hidden, HEADS * head_dim),
+        "self_attn.q_proj.weight": (query, hidden),
+        "self_attn.k_proj.weight": (keys, hidden),
+        "self_attn.v_proj.weight": (keys, hidden),
+        "self_attn.q_proj.bias": (query,),
+        "self_attn.k_proj.bias": (keys,),
+        "self_attn.v_proj.bias": (keys,),
+        "self_attn.o_proj.weight": (hidden, query),
         "mlp.gate_proj.weight": (intermediate, hidden),
         "mlp.up_proj.weight": (intermediate, hidden),
         "mlp.down_proj.weight": (hidden, intermediate),

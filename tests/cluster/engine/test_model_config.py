@@ -129,6 +129,11 @@ class TestPublishedModels:
         assert not config.sliding_windows
         assert not config.has_qk_norm
 
+    @pytest.mark.parametrize("attention_bias", [True, False, ...])
+    def test_mimo_has_the_biases_of_qwen_2(self, tmp_path: Path, attention_bias: Any) -> None:
+        changes = {"architectures": ["MiMoForCausalLM"], "attention_bias": attention_bias}
+        assert read(tmp_path, QWEN_2_5_7B | changes) == read(tmp_path, QWEN_2_5_7B)
+
     def test_qwen_3(self, tmp_path: Path) -> None:
         config = read(tmp_path, QWEN_3_4B)
         assert (config.has_qk_norm, config.has_qkv_bias, config.head_dim) == (True, False, 128)

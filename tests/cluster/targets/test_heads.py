@@ -18,7 +18,7 @@ from cluster.targets.factory import make_target
 from cluster.targets.torch import TorchTarget
 from cluster.tokenization import Tokenizer
 from services.training.corpus import held_out_texts
-from tests.cluster.engine.further_heads import save_bundled_target_with_mtp, save_medusa_heads
+from tests.cluster.engine.further_heads import NUM_HEADS, save_bundled_target_with_mtp, save_medusa_heads
 
 pytestmark = pytest.mark.skipif(not has_kernels(), reason="PyTorch's operators do not give the same bits at every k")
 
@@ -36,7 +36,7 @@ TOKENIZER = Tokenizer(resolve_model_folder(TARGET))
 
 @pytest.fixture(scope="module")
 def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Changes]:
-    """Settings of each drafter: the bundled EAGLE head, random Medusa heads, and an MTP module made of the former."""
+    """Settings of each drafter: the bundled EAGLE head, random Medusa heads, and an MTP module like that EAGLE head."""
     medusa, mtp = tmp_path_factory.mktemp("medusa"), tmp_path_factory.mktemp("mtp")
     config = ModelConfig.from_folder(resolve_model_folder(TARGET))
     save_medusa_heads(medusa, "without outputs", hidden=config.hidden_size, vocab=config.vocab_size)
@@ -129,6 +129,16 @@ def test_the_tokens_are_those_without_drafts(
     assert answers.num_accepted > share * answers.num_drafts
     if "kv_cache_bytes" in changes.get("target", {}):
         assert sum(r.value for r in target.readings() if r.name == "vllm:num_preemptions") > 0
+
+
+def test_more_drafts_than_medusa_heads_keep_the_tokens(
+    heads: dict[str, Changes], expected: dict[str, list[int]]
+) -> None:
+    target = new_target(heads["medusa"])
+    answers = Answers(target, requests(NUM_HEADS + 3))
+    assert answers.token_ids == expected
+    num_rounds = sum(map(len, expected.values())) - answers.num_accepted
+    assert 0 < answers.num_drafts <= NUM_HEADS * num_rounds
 
 
 @pytest.mark.parametrize("drafter", ["eagle", "medusa", "mtp"])
