@@ -20,7 +20,8 @@ from bench.machine import describe_machine
 from bench.speedup import MEASURED, READY_TIMEOUT_SECONDS, Depth, Point, measure, spread, without_speculation
 from cluster.config import Config
 from cluster.config.file import load_config
-from cluster.drafters.factory import is_model, load_draft_weights, load_head
+from cluster.drafters.factory import is_model, load_draft_weights, load_heads
+from cluster.engine.heads import DecoderHead
 from cluster.engine.runner import load_weights
 from cluster.errors import ConfigurationError
 from services.launch.local import LocalCluster
@@ -114,9 +115,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _gigabytes(config: Config) -> float:
-    if config.draft.drafter == "eagle":
-        target = load_weights(config.target, dtype_on_cpu=torch.bfloat16)
-        return load_head(config, target).model.weights.num_bytes_read / 1e9
+    if config.draft.reads_states:
+        head = load_heads(config, load_weights(config.target, dtype_on_cpu=torch.bfloat16))
+        assert isinstance(head, DecoderHead)
+        return head.model.weights.num_bytes_read / 1e9
     if not is_model(config.draft.drafter):
         return 0.0
     return load_draft_weights(config).weights.num_bytes_read / 1e9

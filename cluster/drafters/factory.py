@@ -104,9 +104,10 @@ def _check_shared(config: Config, target: LoadedModel) -> None:
         ("dtype", draft.dtype, str(weights.dtype).removeprefix("torch.")),
     ):
         if own not in ("auto", shared):
+            or_apart = "" if draft.reads_states else ", or draft.placement pool"
             raise ConfigurationError(
                 f"draft.{name} {own}: in the target's process the drafter {draft.drafter} has the target's tensors, "
-                f"which are {shared}: set draft.{name} auto, or draft.placement pool"
+                f"which are {shared}: set draft.{name} auto{or_apart}"
             )
 
 
