@@ -175,6 +175,11 @@ def read_experiment(arguments: argparse.Namespace) -> Experiment:
             "there is no draft to place: set speculation.num_speculative_tokens above 0, and another draft.drafter "
             "than engine"
         )
+    if config.draft.reads_states:
+        raise ConfigurationError(
+            f"draft.drafter {config.draft.drafter} drafts in the target's process only, so there are no placements to "
+            "compare: name another draft.drafter"
+        )
     target, draft = choose_devices(arguments.target_device, arguments.draft_device)
     tokenizer = Tokenizer(resolve_model_folder(config.target.model))
     prompts = [tokenizer.encode(text)[:_MAX_PROMPT_TOKENS] for text in read_prompts(arguments.prompts)]

@@ -101,6 +101,7 @@ def test_where_the_drafts_are(engine: str, placement: str) -> None:
     [
         (["--set", "speculation.num_speculative_tokens=0"], "there is no draft to place"),
         (["--set", "target.engine=vllm", "--set", "draft.drafter=engine"], "there is no draft to place"),
+        (["--set", "draft.drafter=mtp"], "no placements to compare"),
         (["--target-device", "cpu:9999"], "not 9999"),
         (["--target", "/nowhere"], "/nowhere"),
         (["--prompts", "/nowhere"], "--prompts /nowhere cannot be read"),
