@@ -7,15 +7,15 @@ the runner's speculator, which are placeholders, with the drafts that the schedu
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import vllm.v1.worker.gpu.model_runner as model_runner
 import vllm.v1.worker.gpu.spec_decode.rejection_sampler as rejection_sampler
-from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
 
@@ -23,6 +23,8 @@ from cluster.vllm.async_scheduler import BOUND_STEP
 from cluster.vllm.couplings import SlotCouplings, known_couplings
 from cluster.vllm.draft_gate import BoundStep, DraftReader
 from cluster.vllm.function_wrapping import wrap_function
+
+Masks = npt.NDArray[np.int32]  # [num_rows, num_words]: a bit for each allowed token
 
 
 @dataclass(slots=True)
@@ -62,26 +64,48 @@ def _combine(original: Callable[..., Any], *arguments: Any, **options: Any) -> A
         _last.bound = None
         if bound.gate not in _readers:
             _readers[bound.gate] = DraftReader(bound, states.device)
-        slots = np.array([states.req_id_to_index[request_id] for request_id in bound.request_ids], dtype=np.int64)
-        places = async_tensor_h2d(slots, device=states.device)
+        slots = [states.req_id_to_index[request_id] for request_id in bound.request_ids]
+        # In pinned memory: otherwise the copy would wait for the device.
+        pinned = torch.tensor(slots, dtype=torch.int64, pin_memory=states.device.type == "cuda")
+        places = pinned.to(states.device, non_blocking=True)
         states.draft_tokens[places] = _readers[bound.gate].read(bound)
     return original(*arguments, **options)
 
 
 def _keep_mask(
-    original: Callable[..., None], worker: Any, logits: torch.Tensor, *arguments: Any, **options: Any
+    original: Callable[..., None],
+    worker: Any,
+    logits: torch.Tensor,
+    input_batch: Any,
+    grammar_req_ids: Sequence[str],
+    grammar_bitmask: Masks,
 ) -> None:
     """Defers the mask until sampling. Sampling changes a copy of the logits, so log-probabilities cover all tokens."""
     if _last.couplings is None:
-        original(worker, logits, *arguments, **options)
+        original(worker, logits, input_batch, grammar_req_ids, grammar_bitmask)
         return
     num_rows = len(logits)
+    if hasattr(worker, "num_bonus_tokens"):  # vLLM 0.32
+        grammar_bitmask = _scheduled_rows(grammar_bitmask, worker.mask_stride, input_batch, grammar_req_ids)
 
     def mask(processed: torch.Tensor) -> None:
         assert len(processed) == num_rows, "a step's logits are processed as a whole"
-        original(worker, processed, *arguments, **options)
+        original(worker, processed, input_batch, grammar_req_ids, grammar_bitmask)
 
     _last.couplings.mask = mask
+
+
+def _scheduled_rows(masks: Masks, stride: int, input_batch: Any, request_ids: Sequence[str]) -> Masks:
+    """Returns the rows of `masks` that have logits, which is the format of vLLM 0.32.
+
+    From 0.33 on, each of `request_ids` has `stride` rows. `masks` may be in either format.
+    """
+    if len(masks) != stride * len(request_ids):
+        return masks
+    num_rows = dict(zip(input_batch.req_ids, np.diff(input_batch.cu_num_logits_np), strict=True))
+    has_logits = np.concatenate([np.arange(stride) < num_rows[request_id] for request_id in request_ids])
+    scheduled: Masks = masks[has_logits]
+    return scheduled
 
 
 def _max_chunk_logits(original: Callable[..., int], *arguments: Any) -> int:

@@ -84,6 +84,7 @@ def couple(speculator: Any, req_states: Any) -> None:
         draft_step: torch.Tensor,
         draft_logits: torch.Tensor | None,
         spec_step_idx: int = 0,
+        **unused: Any,
     ) -> torch.Tensor:
         logits = speculator.compute_draft_logits(hidden_states, spec_step_idx)
         return draw_drafts(logits, sample_src_positions, idx_mapping)

@@ -47,12 +47,16 @@ class LoraWorker:
 
 
 def spare_the_base_on_cpus() -> None:
-    """Makes vLLM's LoRA operators for CPUs add nothing to rows without an adapter.
+    """Makes the LoRA operators of vLLM 0.32 for CPUs add nothing to rows without an adapter. 0.33 needs no change.
 
     The operators index the adapters by slot number. A row without an adapter has the number -1, which PyTorch takes as
     the last slot. So in a batch with adapters, requests for the base model would use the adapter in that slot. The
     wrapped operators get zeros as the input of these rows, so they add zeros.
     """
+    added = torch.zeros(1, 1)
+    lora_ops.bgmv_expand(torch.ones(1, 1), torch.ones(1, 1, 1), added, torch.tensor([-1]))
+    if not added.any():
+        return
 
     def sparing(operator: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(operator)
@@ -64,8 +68,6 @@ def spare_the_base_on_cpus() -> None:
         return apply
 
     for name in ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice"):
-        operator = getattr(lora_ops, name)
-        if not hasattr(operator, "__wrapped__"):
-            wrapped = sparing(operator)
-            for module in (lora_ops, punica_cpu):
-                setattr(module, name, wrapped)
+        wrapped = sparing(getattr(lora_ops, name))
+        for module in (lora_ops, punica_cpu):
+            setattr(module, name, wrapped)

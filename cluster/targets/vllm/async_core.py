@@ -35,7 +35,8 @@ class AsyncCoordinatedScheduler(CoordinatedScheduler, AsyncRoundScheduler):
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         """Returns a mask for each row of the step's constrained requests; None if no request has a mask.
 
-        A mask contains the tokens that the request's constraints allow.
+        A mask contains the tokens that the request's constraints allow. Every request has the rows of the deepest
+        drafts, because vLLM finds a request's masks by its place in the list.
         """
         request_ids, masks, num_drafts = [], [], []
         for request in self._constrained(scheduler_output):
@@ -43,9 +44,9 @@ class AsyncCoordinatedScheduler(CoordinatedScheduler, AsyncRoundScheduler):
             assert constraint is not None
             drafts = self.drafts_in_flight(request)
             found = constraint.masks(Drafts(drafts))
-            num_rows = 1 + len(scheduler_output.scheduled_spec_decode_tokens.get(request.request_id, ()))
             if found is not None:
-                rows = np.full((num_rows, found.shape[1]), -1, dtype=np.int32)  # rows after the drafts allow all tokens
+                # Rows after the drafts allow all tokens.
+                rows = np.full((1 + self.max_drafts, found.shape[1]), -1, dtype=np.int32)
                 rows[: len(found)] = found.numpy()
                 request_ids.append(request.request_id)
                 masks.append(rows)
