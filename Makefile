@@ -127,7 +127,7 @@ bench: $(READY_DEV)
 gpu-check: $(READY_DEV)
 	$(BIN)/python -m bench.gpu_check $(ARGS)
 
-vllm-next: $(READY_VLLM)
+vllm-next: $(READY)
 	$(BIN)/python -m cluster.vllm.compatibility --newest
 
 train: $(READY_DEV)

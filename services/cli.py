@@ -263,6 +263,15 @@ def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
         choices=_LOG_FORMATS,
         help="format of the log (default: text); the same as --logging.format",
     )
+    parser.add_argument(
+        "--allow-untested-vllm",
+        action=AppendOverride,
+        nargs=0,
+        dest="overrides",
+        const=("target.allow_untested_vllm", "draft.allow_untested_vllm"),
+        default=[],
+        help="run workers on a version of vLLM with which this version has not been tested; the differences are logged",
+    )
     parser.usage = f"{parser.prog} [OPTION ...] [--SECTION.KEY VALUE ...]"  # argparse would list two hundred options
     parser.epilog = _EPILOG
 

@@ -15,7 +15,7 @@ from cluster.config.file import nearest_name
 class AppendOverride(argparse.Action):
     """`--section.key VALUE`, or an option like `--log-level VALUE`, kept as `--set section.key=VALUE` is.
 
-    `const`: the settings.
+    `const`: the settings. `nargs=0`: the option has no value and sets them to true.
     """
 
     def __call__(
@@ -26,7 +26,8 @@ class AppendOverride(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         settings: Sequence[str] = self.const
-        added = [f"{setting}={values}" for setting in settings]
+        value = "true" if self.nargs == 0 else values
+        added = [f"{setting}={value}" for setting in settings]
         setattr(namespace, self.dest, [*getattr(namespace, self.dest), *added])
 
 

@@ -73,6 +73,11 @@ class WorkerConfig(Section):
     engine_args: dict[str, Any] = Field(
         {}, description="further arguments of vLLM's engine, by their names there, such as `{enforce_eager: true}`"
     )
+    allow_untested_vllm: bool = Field(
+        False,
+        description="run on a version of vLLM with which this version has not been tested, though internals that it "
+        "uses differ; both workers: `--allow-untested-vllm`",
+    )
     drain_seconds: DrainSeconds = Field(
         30.0,
         description="seconds for which running requests may continue after SIGTERM; then the router moves "

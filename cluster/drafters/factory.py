@@ -179,7 +179,7 @@ def _ngram(config: Config, progress: Progress | None, vocabulary: VocabularyMap 
 
 def _vllm(config: Config, progress: Progress | None, vocabulary: VocabularyMap | None) -> Drafter:
     set_environment(config.draft)  # vLLM reads some of it when it is imported
-    check(DRAFTER)
+    check(DRAFTER, allow_untested=config.draft.allow_untested_vllm)
     from cluster.drafters.vllm import VllmDrafter  # only this drafter needs vLLM
     from cluster.vllm.draft_engine import DraftEngine
 

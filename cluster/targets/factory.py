@@ -196,7 +196,7 @@ def _rejection(config: Config, target: ModelRunner) -> RejectionSampler | None:
 def _vllm(config: Config, fingerprint: str, progress: Progress | None) -> Target:
     on_v2 = wants_v2_runner(config)
     set_environment(config.target, v2_runner=on_v2)  # vLLM reads some of it when it is imported
-    check(V2_TARGET if on_v2 else TARGET)
+    check(V2_TARGET if on_v2 else TARGET, allow_untested=config.target.allow_untested_vllm)
     from cluster.targets.vllm.target import VllmTarget  # only this engine needs vLLM
 
     return VllmTarget(config, fingerprint, on_v2=on_v2)

@@ -1,1 +1,1 @@
-"""All code that uses vLLM's internals, for one version of vLLM (`cluster.vllm.compatibility`)."""
+"""All code that uses vLLM's internals, for some versions of vLLM (`cluster.vllm.compatibility`)."""

@@ -40,7 +40,7 @@ class CoupledWorker(LoraWorker):
         self._coupled_requests = requests = _Requests(runner)
         runner.sampler = CoupledSampler(runner.sampler, requests)
         if runner.speculative_config is not None:
-            runner.rejection_sampler = CoupledVerifier(runner.sampler, requests)
+            runner.rejection_sampler = CoupledVerifier(runner.rejection_sampler, runner.sampler, requests)
             if runner.speculative_config.method == "custom_class":
                 # The proposer has no model, so it has no limit. With a limit, one sequence near it would end drafting
                 # for the whole batch.
@@ -118,7 +118,7 @@ class CoupledSampler(Sampler):
     """vLLM's sampler with coupled sampling."""
 
     def __init__(self, original: Sampler, requests: _Requests) -> None:
-        super().__init__(original.logprobs_mode, original.use_fp64_gumbel)
+        self.__dict__.update(original.__dict__)  # all settings, with which vLLM called its constructor
         self._requests = requests
         self._sampler: sampling.Sampler | None = None
 
@@ -138,9 +138,9 @@ class CoupledSampler(Sampler):
 class CoupledVerifier(RejectionSampler):
     """Accepts a draft if the target chooses the same token. Never resamples: choices do not depend on drafts."""
 
-    def __init__(self, sampler: CoupledSampler, requests: _Requests) -> None:
-        super().__init__(sampler)
-        self._coupled = sampler
+    def __init__(self, original: RejectionSampler, sampler: CoupledSampler, requests: _Requests) -> None:
+        self.__dict__.update(original.__dict__)  # all settings, with which vLLM called its constructor
+        self.sampler = sampler
         self._requests = requests
 
     def forward(
@@ -154,7 +154,7 @@ class CoupledVerifier(RejectionSampler):
 
         Ignores `draft_probs`.
         """
-        choices = self._coupled.best(logits, self._requests.of_step(metadata.num_draft_tokens))
+        choices = self.sampler.best(logits, self._requests.of_step(metadata.num_draft_tokens))
         output = accepted(choices, metadata)
         logprobs = None
         if sampling_metadata.max_num_logprobs is not None:

@@ -26,12 +26,15 @@ class Definition:
     node: ast.AST
 
     @property
-    def body_hash(self) -> str | None:
-        """Hash of a function's body, without docstring and layout; None if the definition is not a function."""
-        if not isinstance(self.node, ast.FunctionDef | ast.AsyncFunctionDef):
+    def digest(self) -> str | None:
+        """Digest of a function's body or of a class, without docstrings and layout; None for any other definition."""
+        if isinstance(self.node, ast.FunctionDef | ast.AsyncFunctionDef):
+            text = _canonical(_without_docstring(self.node.body))
+        elif isinstance(self.node, ast.ClassDef):
+            text = _canonical(self.node)
+        else:
             return None
-        body = self.node.body[1:] if ast.get_docstring(self.node) is not None else self.node.body
-        return hashlib.sha256("\n".join(map(ast.dump, body)).encode()).hexdigest()
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def fetch_newest(folder: Path) -> Path:
@@ -71,6 +74,9 @@ class SourceTree:
         for name in rest:
             found = None if found is None else self._member(found, name)
         return found
+
+    def has_module(self, name: str) -> bool:
+        return self._module(name) is not None
 
     def parameters(self, definition: Definition) -> tuple[str, ...]:
         """Returns the parameter names of a function, or of a class's constructor, in order."""
@@ -151,6 +157,27 @@ class SourceTree:
             if file.is_file():
                 return ast.parse(file.read_text(encoding="utf-8"))
         return None
+
+
+def _canonical(value: object) -> str:
+    """Returns a text for a syntax tree that is the same in every version of Python: empty fields are left out."""
+    if isinstance(value, list):
+        return f"[{','.join(map(_canonical, value))}]"
+    if not isinstance(value, ast.AST):
+        return repr(value)
+    fields = dict(ast.iter_fields(value))
+    if isinstance(value, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        fields["body"] = _without_docstring(value.body)
+    filled = [f"{name}={_canonical(field)}" for name, field in fields.items() if field not in (None, [])]
+    return f"{type(value).__name__}({','.join(filled)})"
+
+
+def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
+    first = body[0]
+    is_text = (
+        isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
+    )
+    return body[1:] if is_text else body
 
 
 def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:

@@ -162,7 +162,10 @@ def test_options_of_serve_become_settings(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(local, "serve", serve)
     code = cli.main(
-        ["serve", "--port", "8123", "--dtype", "float32", "--draft-replicas", "3", "--set", "target.threads=2"]
+        [
+            *("serve", "--port", "8123", "--dtype", "float32", "--draft-replicas", "3", "--set", "target.threads=2"),
+            "--allow-untested-vllm",
+        ]
     )
     assert code == 0
     (config,) = served
@@ -170,6 +173,8 @@ def test_options_of_serve_become_settings(monkeypatch: pytest.MonkeyPatch) -> No
     assert (config.target.dtype, config.draft.dtype) == ("float32", "float32")
     assert config.draft.replicas == 3
     assert config.target.threads == 2
+    assert config.target.allow_untested_vllm
+    assert config.draft.allow_untested_vllm
 
 
 def test_an_unusable_setting_is_one_line_and_code_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,8 +38,9 @@ def prepare(engine_args: Any) -> None:
 
     Raises ConfigurationError if vLLM's version or an argument does not fit the plugin.
     """
-    compatibility.check(compatibility.V2_FRONT_END)
-    max_drafts = PluginSettings.of(engine_args.additional_config).max_drafts
+    settings = PluginSettings.of(engine_args.additional_config)
+    compatibility.check(compatibility.V2_FRONT_END, allow_untested=settings.allow_untested_vllm)
+    max_drafts = settings.max_drafts
     ours: dict[str, Any] = {"speculative_config": carrier(max_drafts)}
     if max_drafts:
         # With the runner in its own process, the scheduler continues while a launch waits for the device.
@@ -67,7 +68,8 @@ def check(config: Any) -> None:
             "the outrider plugin needs vLLM's V2 model runner, which this configuration does not select: set "
             "VLLM_USE_V2_MODEL_RUNNER=1, or leave outrider out of --additional-config"
         )
-    compatibility.check(compatibility.V2_STEPS)
+    settings = PluginSettings.of(config.additional_config)
+    compatibility.check(compatibility.V2_STEPS, allow_untested=settings.allow_untested_vllm)
     mode = config.model_config.logprobs_mode
     if mode.startswith("processed"):
         raise ConfigurationError(

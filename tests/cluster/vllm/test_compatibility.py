@@ -1,4 +1,4 @@
-"""The vLLM that is installed is the one whose internals are used, and one that is not is refused by name."""
+"""Tests of the comparison of an installed vLLM with the internals that are used."""
 
 from __future__ import annotations
 
@@ -16,22 +16,45 @@ from cluster.vllm import compatibility
 from cluster.vllm.compatibility import Internal
 
 
+def _installed() -> Path:
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parents[1]
+
+
+INSTALLED = _installed()
+
+
 def test_installed_vllm_is_as_expected() -> None:
     """In a process of its own, as vLLM changes the one that imports it."""
-    program = "from cluster.vllm.compatibility import *; check([*V2_FRONT_END, *V2_TARGET, *TARGET, *DRAFTER])"
+    program = "from cluster.vllm.compatibility import *; check(ALL)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 
+def test_installed_source_is_as_expected() -> None:
+    assert compatibility.compare_source(INSTALLED, [*compatibility.ALL, *compatibility.imported_names()]) == []
+
+
+def test_number_of_internals() -> None:
+    assert len(compatibility.ALL) <= 40, "each is work with every release of vLLM: can one cover several?"
+
+
+def test_imported_names_are_found() -> None:
+    names = {internal.name for internal in compatibility.imported_names()}
+    assert {"vllm.AsyncEngineArgs", "vllm.v1.engine.exceptions.EngineDeadError"} <= names  # of a module, of a function
+
+
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Stands for a vLLM of our version, with one function."""
+    """Stands for a tested vLLM with one function. Its source is that of the installed vLLM."""
 
     def generate(prompt: str, seed: int = 0) -> None: ...
 
     module = ModuleType("vllm")
-    module.__spec__ = ModuleSpec("vllm", None)
-    module.__version__ = f"{compatibility.VERSION}7"  # type: ignore[attr-defined]
+    module.__spec__ = ModuleSpec("vllm", None, origin=str(INSTALLED / "vllm" / "__init__.py"))
+    module.__version__ = f"{compatibility.TESTED[0]}+cpu"  # type: ignore[attr-defined]
     module.generate = generate  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", module)
     return module
@@ -58,10 +81,30 @@ def test_what_differs_is_named(vllm: ModuleType, internal: Internal, complaint: 
         compatibility.check([internal])
 
 
-def test_another_version_is_refused(vllm: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm, "__version__", "0.33.1")
-    with pytest.raises(ConfigurationError, match=r"vLLM 0\.33\.1 is installed.*0\.32"):
-        compatibility.check([])
+UNTESTED = (
+    Internal("vllm.of_old", "x"),
+    Internal("vllm.v1.request", "Request.append_output_token_ids", ("self", "token_ids"), definitions=("0" * 12,)),
+)
+
+
+def test_an_untested_version_is_refused_by_what_differs(vllm: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "__version__", "0.34.1")
+    with pytest.raises(ConfigurationError, match=r"vLLM 0\.34\.1 is installed.*0\.33") as raised:
+        compatibility.check(UNTESTED)
+    assert "vllm.of_old.x does not exist; vllm.v1.request.Request.append_output_token_ids has another definition (" in (
+        str(raised.value)
+    )
+    assert "--allow-untested-vllm" in str(raised.value)
+
+
+def test_an_untested_version_may_be_allowed(
+    vllm: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(vllm, "__version__", "0.34.1")
+    compatibility.check(UNTESTED, allow_untested=True)
+    compatibility.check(compatibility.V2_TARGET)
+    assert ["vllm.of_old.x does not exist" in message for message in caplog.messages] == [True, False]
+    assert caplog.messages[1].endswith("nothing that Outrider uses differs")
 
 
 def test_missing_vllm(monkeypatch: pytest.MonkeyPatch) -> None:

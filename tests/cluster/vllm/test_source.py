@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 
-from cluster.vllm.compatibility import compare_source
 from cluster.vllm.source import SourceTree
 
 FILES = {
@@ -78,26 +76,22 @@ def test_what_is_not_there_is_not_found(tree: SourceTree, module: str, attribute
     assert tree.find(module, attribute) is None
 
 
-def test_bodies_are_compared_without_their_documentation(tmp_path: Path, tree: SourceTree) -> None:
+def test_definitions_are_compared_without_their_documentation(tmp_path: Path, tree: SourceTree) -> None:
     core = FILES["vllm/engine/core.py"]
-    hashes = []
-    for name, text in (
-        ("documented", core.replace("Documented.", "Documented otherwise.")),
-        ("changed", core.replace("return a", "return b")),
-    ):
-        other = SourceTree(_write(tmp_path / name, FILES | {"vllm/engine/core.py": text}))
-        found = other.find("vllm", "Engine.run")
-        assert found is not None
-        hashes.append(found.body_hash)
-    before = tree.find("vllm", "Engine.run")
-    assert before is not None
-    assert hashes[0] == before.body_hash != hashes[1]
+    changes = {"documented": ("Documented.", "Documented otherwise."), "changed": ("return a", "return b")}
+    for module, name in (("vllm", "Engine.run"), ("vllm.engine", "Other")):  # a method, and its class
+        before = tree.find(module, name)
+        assert before is not None
+        is_same = {}
+        for change, (old, new) in changes.items():
+            other = SourceTree(_write(tmp_path / change, FILES | {"vllm/engine/core.py": core.replace(old, new)}))
+            found = other.find(module, name)
+            assert found is not None
+            is_same[change] = found.digest == before.digest
+        assert is_same == {"documented": True, "changed": False}
 
 
-def test_the_installed_source_is_as_the_installed_package() -> None:
-    """Which `test_compatibility` looks at by importing it."""
-    spec = importlib.util.find_spec("vllm")
-    assert spec is not None
-    assert spec.origin is not None
-    installed = Path(spec.origin).parents[1]
-    assert compare_source(installed, installed) == ([], [])
+def test_only_functions_and_classes_have_a_digest(tree: SourceTree) -> None:
+    limit = tree.find("vllm.engine.core", "Engine.limit")
+    assert limit is not None
+    assert limit.digest is None
