@@ -112,11 +112,13 @@ class Config(Section):
                 f"{drafter} reads the target's hidden states: leave draft.placement out, or set it to in-process, not "
                 f"{self.draft.placement}"
             )
-        if self.target.engine != "torch":
+        if self.target.engine == "vllm":
             raise ValueError(
-                f"{drafter} needs target.engine torch, not {self.target.engine}: with vLLM set draft.drafter engine "
-                f"and draft.speculative_config {{method: {_VLLM_METHODS[self.draft.drafter]}}}"
+                f"{drafter} needs target.engine torch: with vLLM set draft.drafter engine and draft.speculative_config "
+                f"{{method: {_VLLM_METHODS[self.draft.drafter]}}}"
             )
+        if self.target.engine != "torch":
+            raise ValueError(f"{drafter} needs target.engine torch, not {self.target.engine}")
         if self.draft.in_process_threads == "own":
             raise ValueError(f"{drafter} drafts in the target's thread: leave draft.in_process_threads out")
         return self

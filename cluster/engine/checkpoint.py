@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import pickle
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ class TensorReader:
         return stacked
 
     def find(self, *names: str) -> str | None:
-        """Returns the first of `names` that the folder has a tensor of; None if it has none of them."""
+        """Returns the first of `names` for which the folder has a tensor; None if there is no such tensor."""
         return next((name for name in names if name in self._file_of), None)
 
     def integers(self, name: str, size: int) -> torch.Tensor:
@@ -79,20 +80,25 @@ def weight_map(folder: Path, *, takes_pickle: bool = False) -> dict[str, str]:
     if index.is_file():
         try:
             weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigurationError(f"cannot read {index}: {error}") from error
         return weight_map
     for name in ("model.safetensors", *(_PICKLES if takes_pickle else ())):
         if (folder / name).is_file():
             return dict.fromkeys(_open_shard(folder / name).keys(), name)
-    raise ConfigurationError(f"{folder} has no model.safetensors (nor an index of shards)")
+    others = "".join(f", no {name}" for name in _PICKLES) if takes_pickle else ""
+    raise ConfigurationError(f"{folder} has no model.safetensors{others} (nor an index of .safetensors shards)")
 
 
 class _Pickled:
-    """A memory-mapped file of pickled tensors. Other objects are refused, because reading them can run code."""
+    """The tensors in a pickled dict. Objects that could run code are refused."""
 
     def __init__(self, file: Path) -> None:
-        self._tensors: dict[str, torch.Tensor] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        # Files of PyTorch before 1.6 are no zip files, and cannot be mapped.
+        values = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+        if not isinstance(values, dict):
+            raise ConfigurationError(f"{file} contains a {type(values).__name__} instead of a dict of tensors")
+        self._tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
     def keys(self) -> list[str]:
         return list(self._tensors)
@@ -104,5 +110,5 @@ class _Pickled:
 def _open_shard(file: Path) -> Any:
     try:
         return _Pickled(file) if file.name in _PICKLES else safe_open(file, framework="pt")
-    except (OSError, SafetensorError, RuntimeError, pickle.UnpicklingError) as error:
+    except (OSError, EOFError, SafetensorError, RuntimeError, pickle.UnpicklingError) as error:
         raise ConfigurationError(f"cannot read {file}: {error}") from error

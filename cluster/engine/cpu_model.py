@@ -38,8 +38,8 @@ class CpuModel(Model):
         self._address = self._table.data_ptr()
         self._scratch_size = kernels.scratch_size(self._address)
 
-    @staticmethod
-    def supports(config: ModelConfig, dtype: torch.dtype) -> bool:
+    @classmethod
+    def supports(cls, config: ModelConfig, dtype: torch.dtype) -> bool:
         return has_kernels() and dtype in (torch.float32, torch.bfloat16) and config.head_dim % LANES == 0
 
     @torch.inference_mode()

@@ -17,7 +17,7 @@ import torch
 
 from cluster.engine.checkpoint import TensorReader
 from cluster.engine.heads import DecoderHead, HeadConfig
-from cluster.engine.loader import LoadedModel, WeightReader, form_on
+from cluster.engine.loader import LoadedModel, WeightReader, form_like
 from cluster.engine.model_config import AFTER_NORM, FAMILIES, ModelConfig, read_json
 from cluster.engine.quantization import Quantization
 from cluster.engine.weights import ModelWeights
@@ -28,7 +28,14 @@ _FAMILY_OF_TYPE = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 
 def read_eagle_config(folder: Path, target: ModelConfig) -> HeadConfig:
-    """Reads the head in `folder`, which drafts for `target`. Raises ConfigurationError if it cannot."""
+    """Returns the shape of the EAGLE head in `folder`. Raises ConfigurationError if it does not fit `target`."""
+    try:
+        return _read_config(folder, target)
+    except (AttributeError, IndexError, TypeError, ValueError) as error:
+        raise ConfigurationError(f"{folder}: config.json: {error}") from error
+
+
+def _read_config(folder: Path, target: ModelConfig) -> HeadConfig:
     values = read_json(folder / "config.json")
     is_of_speculators = _SPECULATORS_TYPE in values
     if is_of_speculators:
@@ -39,20 +46,25 @@ def read_eagle_config(folder: Path, target: ModelConfig) -> HeadConfig:
     # A head shares the target's embedding and, without a vocabulary of its own, the target's output layer.
     values = {"vocab_size": target.vocab_size, "max_position_embeddings": 0, **values}
     decoder = ModelConfig.from_values(FAMILIES[family], folder, values)
+    if decoder.num_layers < 1:
+        raise ConfigurationError(f"{folder}: config.json: num_hidden_layers is {decoder.num_layers}, not 1 or more")
     tensors = TensorReader(folder, torch.float32, torch.device("cpu"), takes_pickle=True)
     is_third = tensors.find("midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight") is not None
     if not is_third and tensors.find("fc.weight") is None:
-        raise ConfigurationError(f"{folder} has no EAGLE head: it has neither fc.weight nor a hidden_norm")
+        raise ConfigurationError(
+            f"{folder} has no EAGLE head, as it has neither fc.weight nor a hidden_norm: set draft.model to the folder "
+            "of one (bundled, for the bundled target: outrider-eagle-12m)"
+        )
     return HeadConfig(
         decoder=replace(
             decoder,
             vocab_size=values.get("draft_vocab_size") or target.vocab_size,
-            # Many heads name 2,048 positions and draft beyond these all the same.
+            # Many heads have a limit of 2,048 positions in their config.json but can draft beyond it.
             max_position_embeddings=target.max_position_embeddings,
             captured_layers=(AFTER_NORM if values.get("norm_output") else decoder.num_layers,),
             mask_token_id=None,
         ),
-        captured_layers=_captured_layers(values, target.num_layers) if is_third else (AFTER_NORM,),
+        captured_layers=_captured_layers(folder, values, target.num_layers) if is_third else (AFTER_NORM,),
         is_third=is_third,
         target_hidden_size=target.hidden_size,
         norm_before_residual=bool(values.get("norm_before_residual", is_of_speculators)),
@@ -66,23 +78,28 @@ def _option(values: Mapping[str, Any], name: str) -> Any:
     return (values.get("eagle_config") or {}).get(name, values.get(name))
 
 
-def _captured_layers(values: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Returns the numbers of the target's layers before each state that an EAGLE-3 head reads."""
+def _captured_layers(folder: Path, values: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Returns, for each state that an EAGLE-3 head reads, how many of the target's `num_layers` layers precede it."""
     if _option(values, "use_aux_hidden_state") is False:
         return (AFTER_NORM,)
-    named = _option(values, "eagle_aux_hidden_state_layer_ids")
-    return tuple(named) if named else (2, num_layers // 2, num_layers - 3)
+    named = _option(values, "eagle_aux_hidden_state_layer_ids") or (2, num_layers // 2, num_layers - 3)
+    if not all(type(layer) is int and 0 <= layer <= num_layers for layer in named):
+        raise ConfigurationError(
+            f"{folder}: the head reads the states after {list(named)} layers, but its target has {num_layers}: set "
+            "eagle_aux_hidden_state_layer_ids in its config.json"
+        )
+    return tuple(named)
 
 
 def load_eagle_head(folder: Path, target: LoadedModel, quantization: Quantization | None = None) -> DecoderHead:
-    """Reads the head in `folder`, which shares tensors with `target`. Raises ConfigurationError.
+    """Returns the head in `folder`, which shares tensors with `target`. Raises ConfigurationError.
 
-    It has the device and dtype of `target`. The head's layers have integer weights with `quantization`.
+    The head has the device and dtype of `target`. `quantization`: format of the weights of the head's layers.
     """
     shared = target.weights
     config = read_eagle_config(folder, target.config)
     decoder = config.decoder
-    form = form_on(decoder, shared.dtype, shared.device)
+    form = form_like(target.form, decoder, shared.dtype)
     tensors = TensorReader(folder, shared.dtype, shared.device, takes_pickle=True)
     reader = WeightReader(decoder, tensors, form.weight_format, quantization)
     hidden = decoder.hidden_size
@@ -112,12 +129,17 @@ def load_eagle_head(folder: Path, target: LoadedModel, quantization: Quantizatio
     target_ids = _target_ids(folder, tensors, decoder.vocab_size, target)
     if tensors.find("lm_head.weight") is not None and (config.is_third or hidden != target.config.hidden_size):
         head = form.weight_format.make_linear(reader.by_token("lm_head.weight"))
-    elif decoder.vocab_size == target.config.vocab_size and hidden == target.config.hidden_size:
-        head = shared.head
+    elif decoder.vocab_size != target.config.vocab_size or hidden != target.config.hidden_size:
+        raise ConfigurationError(f"{folder} has no lm_head.weight, but the head and its target differ in size")
+    elif form.activations != target.form.activations:
+        raise ConfigurationError(
+            f"{folder}: the head uses its target's output layer, so the same kernels must support both, but only one "
+            f"of the head_dim {decoder.head_dim} of the head and {target.config.head_dim} of the target is supported"
+        )
     else:
-        raise ConfigurationError(f"{folder}: the head needs an lm_head.weight, as it differs in size from its target")
+        head = shared.head
     weights = ModelWeights(embedding, tuple(layers), norm, head)
-    model = LoadedModel(decoder, weights, form)
+    model = LoadedModel(decoder, weights, form, is_head=True)
     return DecoderHead(config, model, fc, hidden_norm, fc_norms=fc_norms, target_ids=target_ids)
 
 
@@ -136,7 +158,10 @@ def _embedding(folder: Path, config: HeadConfig, tensors: TensorReader, target: 
 
 
 def _target_ids(folder: Path, tensors: TensorReader, num_own: int, target: LoadedModel) -> torch.Tensor | None:
-    """Returns the target's IDs of the head's tokens, from `d2t`, which contains differences; None if they are equal."""
+    """Returns the target's ID of each of the head's tokens; None if the IDs are the same.
+
+    `d2t` in the file is the target's ID minus the head's.
+    """
     num_target = target.config.vocab_size
     if tensors.find("d2t") is None:
         if num_own != num_target:
@@ -144,5 +169,5 @@ def _target_ids(folder: Path, tensors: TensorReader, num_own: int, target: Loade
         return None
     ids = tensors.integers("d2t", num_own) + torch.arange(num_own)
     if ids.min() < 0 or ids.max() >= num_target or len(set(ids.tolist())) != num_own:
-        raise ConfigurationError(f"{folder}: d2t does not name a different one of {num_target} tokens for each")
+        raise ConfigurationError(f"{folder}: d2t does not name {num_own} different tokens of the target's {num_target}")
     return ids.to(target.weights.device)

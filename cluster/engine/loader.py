@@ -33,6 +33,12 @@ class LoadedModel:
     config: ModelConfig
     weights: ModelWeights  # in the format of `form`
     form: type[Model]
+    is_head: bool = False  # whether it drafts from hidden states: the inputs of its steps are given
+
+    @property
+    def records_steps(self) -> bool:
+        """True if steps are recorded at start, which takes memory of the GPU."""
+        return self.form.records_steps and not self.is_head and self.weights.device.type == "cuda"
 
     def with_layers(self, layers: LayerChoice) -> LoadedModel:
         """Returns the model with only `layers`; copies no tensor.
@@ -115,6 +121,11 @@ def form_on(config: ModelConfig, dtype: torch.dtype, device: torch.device, numer
         if TritonModel.supports(config, dtype):
             return InvariantTritonModel if numerics == "invariant" else TritonModel
     return TorchModel
+
+
+def form_like(form: type[Model], config: ModelConfig, dtype: torch.dtype) -> type[Model]:
+    """Returns `form` if it supports the model, otherwise `TorchModel`."""
+    return form if form.supports(config, dtype) else TorchModel
 
 
 def choose_layers(choice: LayerChoice, num_layers: int) -> Sequence[int]:

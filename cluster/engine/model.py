@@ -50,6 +50,11 @@ class Model(ABC):
         self._weights = weights
         self._kv_cache = kv_cache
 
+    @classmethod
+    def supports(cls, config: ModelConfig, dtype: torch.dtype) -> bool:
+        """Returns True if this form can compute the model."""
+        return True
+
     def prepare(self, max_rows: int, max_context: int) -> None:  # noqa: B027
         """Compiles and records steps of up to `max_rows` rows and `max_context` tokens before any step is timed.
 

@@ -12,7 +12,7 @@ from cluster.engine.rope_config import RopeConfig, Values
 from cluster.errors import ConfigurationError
 
 AFTER_NORM = -1
-"In `captured_layers`: the state after the last norm, from which the head computes logits."
+"In `captured_layers`: the state after the last norm, from which the output layer computes logits."
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class ModelConfig:
     has_mlp_bias: bool = False
     has_qk_norm: bool = False  # whether each head's query and key are normalized before the rotation
     sliding_windows: tuple[int, ...] = ()  # window of each layer, in tokens; empty: no layer has one
-    captured_layers: tuple[int, ...] = ()  # numbers of layers before the states that steps store, or AFTER_NORM
+    captured_layers: tuple[int, ...] = ()  # states that steps store: how many layers precede each, or AFTER_NORM
     mask_token_id: int | None = None  # PARD's `pard_token`: with it as input the model drafts several tokens at once
 
     @property
@@ -54,7 +54,7 @@ class ModelConfig:
 
     @property
     def captures_end(self) -> bool:
-        """True if a step stores states from after the last layer, so that it computes this end for all rows."""
+        """True if steps store a state from after the last layer, which must then be computed for all rows."""
         return self.num_layers in self.captured_layers or AFTER_NORM in self.captured_layers
 
     def resolve_max_model_len(self, wanted: int | None) -> int:
@@ -202,7 +202,8 @@ def read_json(path: Path) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"cannot read {path}: {error}") from error
-    assert isinstance(values, dict)
+    if not isinstance(values, dict):
+        raise ConfigurationError(f"{path} contains a {type(values).__name__} instead of an object")
     return values
 
 

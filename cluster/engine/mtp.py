@@ -1,7 +1,7 @@
-"""Reads the module with which MiMo-7B predicts further tokens (Xiaomi, arXiv 2505.07608).
+"""Reads the multi-token prediction (MTP) module of MiMo-7B (Xiaomi, arXiv 2505.07608).
 
-It stands in the target's checkpoint and shares the target's embedding and output layer. It was trained to draft one
-token; to draft further, it reads its own state after its last norm, as in vLLM.
+The module is stored in the target's checkpoint and shares the target's embedding and output layer. It was trained to
+draft one token. For further drafts it reads its own state after its last norm, as in vLLM.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cluster.engine.checkpoint import TensorReader, weight_map
 from cluster.engine.heads import DecoderHead, HeadConfig
-from cluster.engine.loader import LoadedModel, WeightReader, form_on
+from cluster.engine.loader import LoadedModel, WeightReader, form_like
 from cluster.engine.model_config import AFTER_NORM, ModelConfig
 from cluster.engine.quantization import Quantization
 from cluster.engine.weights import ModelWeights
@@ -35,19 +35,19 @@ def read_mtp_config(folder: Path, target: ModelConfig) -> HeadConfig:
 
 
 def load_mtp_head(folder: Path, target: LoadedModel, quantization: Quantization | None = None) -> DecoderHead:
-    """Reads the module of `target`, whose folder is `folder`, with the target's device and dtype.
+    """Returns the MTP module in `folder`, the folder of `target`, with the target's device and dtype.
 
-    Raises ConfigurationError. The module's layer has integer weights with `quantization`.
+    Raises ConfigurationError if it has none. `quantization`: format of the weights of the module's layer.
     """
     shared, config = target.weights, read_mtp_config(folder, target.config)
-    form, hidden = form_on(config.decoder, shared.dtype, shared.device), config.decoder.hidden_size
+    form, hidden = form_like(target.form, config.decoder, shared.dtype), config.decoder.hidden_size
     tensors = TensorReader(folder, shared.dtype, shared.device)
     reader = WeightReader(config.decoder, tensors, form.weight_format, quantization)
     layer = reader.layer(_MODULE, reader.norm(f"{_MODULE}.input_layernorm"), hidden)
     weights = ModelWeights(shared.embedding, (layer,), reader.norm(f"{_MODULE}.final_layernorm"), shared.head)
     return DecoderHead(
         config,
-        LoadedModel(config.decoder, weights, form),
+        LoadedModel(config.decoder, weights, form, is_head=True),
         reader.linear((f"{_MODULE}.input_proj", hidden), in_features=2 * hidden, has_bias=False),
         reader.norm(f"{_MODULE}.hidden_layernorm"),
         reader.norm(f"{_MODULE}.token_layernorm"),

@@ -62,7 +62,8 @@ class ModelRunner:
                 f"set kv_cache_bytes to at least {bytes_per_block}"
             )
         runner = cls(loaded, config.block_size, num_blocks, enable_prefix_caching=config.enable_prefix_caching)
-        runner.model.prepare(config.max_num_batched_tokens, _max_context(config, loaded))
+        if not loaded.is_head:
+            runner.model.prepare(config.max_num_batched_tokens, _max_context(config, loaded))
         return runner
 
     @property
@@ -146,7 +147,7 @@ def load_weights(
 
 def recorded_bytes(config: WorkerConfig, model: LoadedModel) -> int:
     """Returns the bytes of GPU memory of the steps recorded at start; 0 if none are recorded."""
-    if model.weights.device.type != "cuda" or not model.form.records_steps:
+    if not model.records_steps:
         return 0
     sizes, max_context = graph_sizes(config.max_num_batched_tokens), _max_context(config, model)
     return graph_bytes(

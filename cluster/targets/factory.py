@@ -11,7 +11,7 @@ import torch
 
 from cluster.config import Config
 from cluster.config.speculation import SpeculationConfig
-from cluster.config.workers import EngineName
+from cluster.config.workers import EngineName, TargetConfig
 from cluster.coordination.base import LinkPool
 from cluster.coordination.pool import DraftPool
 from cluster.drafters.base import Drafter
@@ -34,7 +34,7 @@ from cluster.engine.limits import StepLimits
 from cluster.engine.loader import LoadedModel, Progress, resolve_device
 from cluster.engine.medusa import MedusaHeads
 from cluster.engine.model_config import ModelConfig
-from cluster.engine.runner import ModelRunner, kv_cache_budget, kv_cache_budgets, load_weights
+from cluster.engine.runner import ModelRunner, kv_cache_budget, kv_cache_budgets, load_weights, recorded_bytes
 from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder
 from cluster.placement.place import Place
@@ -80,8 +80,7 @@ def _torch(config: Config, fingerprint: str, progress: Progress | None) -> Targe
     elif config.drafts_in_process:
         runner, pool = _with_drafter(config, loaded)
     else:
-        runner = ModelRunner.with_cache(loaded, target, kv_cache_budget(target, loaded.weights.device))
-        pool = _pool(config, fingerprint)
+        runner, pool = _without_draft(loaded, target), _pool(config, fingerprint)
     if target.numerics == "invariant":
         check_invariance(runner)
     rejection = _rejection(config, runner) if config.speculation.acceptance == "rejection" else None
@@ -89,12 +88,17 @@ def _torch(config: Config, fingerprint: str, progress: Progress | None) -> Targe
     return TorchTarget(target.model, runner, limits, pool, _speculation(config, pool), rejection, states)
 
 
+def _without_draft(loaded: LoadedModel, target: TargetConfig) -> ModelRunner:
+    """Returns the runner of a target that shares its device's memory with no draft model."""
+    budget = kv_cache_budget(target, loaded.weights.device, recorded_bytes(target, loaded))
+    return ModelRunner.with_cache(loaded, target, budget)
+
+
 def _with_drafter(config: Config, loaded: LoadedModel) -> tuple[ModelRunner, InProcessPool]:
     """Returns the target's runner and a pool with the drafter in its process. Raises ConfigurationError."""
     target, draft, device = config.target, config.draft, loaded.weights.device
     if not is_model(draft.drafter):
-        runner = ModelRunner.with_cache(loaded, target, kv_cache_budget(target, device))
-        return runner, _in_process_pool(config, make_drafter(config))
+        return _without_draft(loaded, target), _in_process_pool(config, make_drafter(config))
     vocabulary = draft_vocabulary(config)
     draft_weights = load_draft_weights(config, target=loaded, vocabulary=vocabulary)
     of_target, of_draft = kv_cache_budgets(target, loaded, draft, draft_weights)
@@ -110,7 +114,7 @@ def _with_drafter(config: Config, loaded: LoadedModel) -> tuple[ModelRunner, InP
 
 
 def _with_heads(config: Config, loaded: LoadedModel) -> tuple[TargetStates, InProcessPool]:
-    """Returns the target's runner, which keeps its hidden states, and a pool with the heads that draft from them."""
+    """Returns access to the target's hidden states, and a pool with the heads that draft from them."""
     target, draft = config.target, config.draft
     heads = load_heads(config, loaded)
     loaded = replace(loaded, config=replace(loaded.config, captured_layers=heads.captured_layers))
@@ -118,8 +122,7 @@ def _with_heads(config: Config, loaded: LoadedModel) -> tuple[TargetStates, InPr
     limits = StepLimits.of(draft, max_model_len)
     drafter: Drafter
     if isinstance(heads, MedusaHeads):
-        budget = kv_cache_budget(target, loaded.weights.device)
-        states = TargetStates(ModelRunner.with_cache(loaded, target, budget))
+        states = TargetStates(_without_draft(loaded, target))
         drafter, num_bytes_read = MedusaDrafter(heads, limits, states), heads.num_bytes_read
     else:
         of_target, of_draft = kv_cache_budgets(target, loaded, draft, heads.model)

@@ -29,6 +29,10 @@ from services.worker import (
 
 def run(config: Config) -> int:
     """Serves until SIGTERM. Returns the exit code. Raises ConfigurationError if it cannot start."""
+    if config.drafts_in_process and config.draft.reads_states:
+        raise ConfigurationError(
+            f"draft.drafter {config.draft.drafter} drafts in the target's process, so it has no draft workers"
+        )
     if config.drafts_in_process:
         raise ConfigurationError(
             "draft.placement in-process has no draft workers: the target drafts by itself. To have some, set "

@@ -79,7 +79,7 @@ def _another_draft(config: Config, search_layers: SearchLayers) -> Settings:
 
 
 def _cheaper_draft(config: Config, search_layers: SearchLayers) -> Settings:
-    if config.draft.drafter == "model" and config.draft.quantization is None:
+    if config.draft.drafter in ("model", "eagle", "mtp") and config.draft.quantization is None:
         yield ("draft.quantization=int8",)
         yield ("draft.quantization=int4",)
     yield from _nearer_draft(config, search_layers)

@@ -53,7 +53,6 @@ class Pair:
         if isinstance(heads, MedusaHeads):
             self.drafter = MedusaDrafter(heads, LIMITS, states)
         else:
-            heads = replace(heads, model=replace(heads.model, form=form))
             self.head = ModelRunner(heads.model, BLOCK_SIZE, NUM_BLOCKS)
             self.drafter = HeadDrafter(heads, self.head, LIMITS, states)
 

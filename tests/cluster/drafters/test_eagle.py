@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from cluster.engine.batch import Segment
+from cluster.engine.cpu_kernels import has_kernels
 from cluster.engine.eagle import load_eagle_head
 from cluster.engine.loader import load_model
 from cluster.engine.model import Model, TorchModel
@@ -162,6 +164,41 @@ def test_heads_that_do_not_fit_are_refused(
     tensors = save_head(tmp_path, "eagle3")
     save_file(tensors | change, tmp_path / "model.safetensors")
     with pytest.raises(ConfigurationError, match=message):
+        load_eagle_head(tmp_path, load_model(target_folder, torch.float32, CPU))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 3, 99]}},
+            r"after \[2, 3, 99\] layers, but .* has 8",
+        ),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [-1, 1, 2]}}, "layers, but"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": ["2", "3", "4"]}}, "layers, but"),
+        ({"eagle_config": [1]}, "config.json"),
+        ({"model_type": ["llama"]}, "config.json"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"speculators_model_type": "peagle"}, "is not eagle3"),
+    ],
+)
+def test_configurations_that_do_not_fit_are_refused(
+    change: dict[str, object], message: str, target_folder: Path, tmp_path: Path
+) -> None:
+    save_head(tmp_path, "eagle3")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ConfigurationError, match=message):
+        load_eagle_head(tmp_path, load_model(target_folder, torch.float32, CPU))
+
+
+@pytest.mark.skipif(not has_kernels(), reason="one form supports every head")
+def test_a_head_that_shares_an_output_layer_needs_its_kernels(target_folder: Path, tmp_path: Path) -> None:
+    save_head(tmp_path, "eagle")
+    file = tmp_path / "config.json"
+    odd = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 8}  # the same sizes of tensors
+    file.write_text(json.dumps(json.loads(file.read_text()) | odd))
+    with pytest.raises(ConfigurationError, match="head_dim 8 of the head and 32 of the target"):
         load_eagle_head(tmp_path, load_model(target_folder, torch.float32, CPU))
 
 

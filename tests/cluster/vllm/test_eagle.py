@@ -1,4 +1,4 @@
-"""The bundled EAGLE head in vLLM: what `outrider train eagle` makes is loaded, and pays."""
+"""The bundled EAGLE head in vLLM: it is loaded, and its drafts are accepted."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def target(tiny_shape: ModelShape) -> LlamaForCausalLM:
 
 @pytest.fixture
 def head(target: LlamaForCausalLM) -> TrainableHead:
-    return build_head(target.config, 64, torch.arange(NUM_DRAFTABLE) + 5, 1)
+    return build_head(target, 64, torch.arange(NUM_DRAFTABLE) + 5, 1)
 
 
 def test_training_brings_a_head_closer_to_its_target(
@@ -133,7 +133,7 @@ def test_the_engine_drafts_with_it_what_it_drafts_in_training(tmp_path: Path, st
     target = build_model(shape, 0).train(False)
     target.save_pretrained(tmp_path / "target")
     assert captured_layers(8) == (2, 4, 5)
-    head = build_head(target.config, 64, torch.arange(100, 400), 1)
+    head = build_head(target, 64, torch.arange(100, 400), 1)
     save_head(head, tmp_path / "head")
     head.float()
     token_ids = [token % 512 for token in stream[:30].tolist()]

@@ -1,0 +1,33 @@
+"""EAGLE heads draft with the kernels for GPUs what they draft in plain operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cluster.engine.triton_model import TritonModel
+from tests.cluster.drafters.eagle_pair import K, Pair, ends_of, states_of
+from tests.cluster.engine.eagle_heads import TARGET_LAYERS, captured_layers, draft_logits, save_head
+from tests.cluster.engine.tokens import random_tokens
+from tests.interpreter import spare_bookkeeping
+
+
+@pytest.fixture(autouse=True)
+def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    spare_bookkeeping(monkeypatch)
+
+
+@pytest.mark.parametrize("published", ["eagle", "eagle3"])
+def test_a_head_drafts_in_triton(published: str, tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+    target_folder = tiny_folder(num_hidden_layers=TARGET_LAYERS)
+    tensors = save_head(tmp_path, published)
+    pair = Pair(target_folder, tmp_path, TritonModel)
+    sequence = pair.open(random_tokens(1, 23))
+    for _ in range(2):
+        states = states_of(target_folder, sequence.token_ids[:-1], captured_layers(published))
+        expected = draft_logits(published, tensors, *ends_of(target_folder), states, sequence.token_ids, K)
+        (drafts,) = pair.draft(sequence)
+        assert drafts == [int(logits.argmax()) for logits in expected]
+        pair.commit(sequence, [*drafts[:2], 7])
