@@ -157,24 +157,29 @@ def captured_layers(num_layers: int) -> tuple[int, ...]:
     return usual if 2 < usual[1] < usual[2] else tuple(sorted({1, num_layers // 2, num_layers - 1}))
 
 
-def build_head(target: LlamaConfig, intermediate_size: int, target_ids: Tensor, seed: int) -> TrainableHead:
-    """Return a float32 head for `target` with random weights.
+@torch.no_grad()
+def build_head(target: LlamaForCausalLM, intermediate_size: int, target_ids: Tensor, seed: int) -> TrainableHead:
+    """Return an untrained float32 head for `target`.
 
-    Its layer has the sizes of the target's layers, except for the MLP's `intermediate_size`. `target_ids`: IDs of the
-    tokens that it can draft, in ascending order.
+    Its layer is random and has the sizes of the target's layers, except for the MLP's `intermediate_size`. The head
+    begins with the target's last norm and output layer, and with the last of the states that it reads. `target_ids`:
+    IDs of the tokens that it can draft, in ascending order.
     """
     torch.manual_seed(seed)
-    sizes = target.to_dict() | {
+    sizes = target.config.to_dict() | {
         "num_hidden_layers": 1,
         "intermediate_size": intermediate_size,
         "draft_vocab_size": len(target_ids),
-        "eagle_aux_hidden_state_layer_ids": list(captured_layers(target.num_hidden_layers)),
+        "eagle_aux_hidden_state_layer_ids": list(captured_layers(target.config.num_hidden_layers)),
         "tie_word_embeddings": False,
     }
     head = TrainableHead(LlamaConfig(**sizes))
     for parameter in head.parameters():
         if parameter.ndim > 1:
-            nn.init.normal_(parameter, std=target.initializer_range)
+            nn.init.normal_(parameter, std=target.config.initializer_range)
+    head.fc.weight[:, -target.config.hidden_size :] += torch.eye(target.config.hidden_size)
+    head.norm.weight.copy_(target.model.norm.weight)
+    head.lm_head.weight.copy_(target.lm_head.weight[target_ids])
     head.d2t.copy_(target_ids - torch.arange(len(target_ids)))
     head.t2d[target_ids] = True
     return head

@@ -57,9 +57,7 @@ def train_head(context: Context) -> None:
     )
     target = load_model(workspace.model("target"), context.runtime.device, context.runtime.inference_dtype)
     intermediate_size = min(_INTERMEDIATE_SIZE, target.config.intermediate_size)
-    head = build_head(
-        target.config, intermediate_size, _frequent_tokens(context, target.config.vocab_size), recipe.seed
-    )
+    head = build_head(target, intermediate_size, _frequent_tokens(context, target.config.vocab_size), recipe.seed)
     loss = eagle_loss(target, _DRAFT_STEPS)
     fit(context, "eagle", head, loss, recipe, mixed_batches(context, recipe, first_mixed_step=0), save_head)
 
