@@ -270,7 +270,8 @@ def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
         dest="overrides",
         const=("target.allow_untested_vllm", "draft.allow_untested_vllm"),
         default=[],
-        help="run workers on a version of vLLM with which this version has not been tested; the differences are logged",
+        help="start workers even if an untested version of vLLM differs in internals that Outrider uses; the "
+        "differences are logged",
     )
     parser.usage = f"{parser.prog} [OPTION ...] [--SECTION.KEY VALUE ...]"  # argparse would list two hundred options
     parser.epilog = _EPILOG

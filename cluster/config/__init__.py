@@ -114,7 +114,7 @@ class Config(Section):
             )
         if self.target.engine == "vllm":
             raise ValueError(
-                f"{drafter} needs target.engine torch: with vLLM set draft.drafter engine and draft.speculative_config "
+                f"{drafter} needs target.engine torch, not vllm: set draft.drafter engine and draft.speculative_config "
                 f"{{method: {_VLLM_METHODS[self.draft.drafter]}}}"
             )
         if self.target.engine != "torch":

@@ -75,8 +75,8 @@ class WorkerConfig(Section):
     )
     allow_untested_vllm: bool = Field(
         False,
-        description="run on a version of vLLM with which this version has not been tested, though internals that it "
-        "uses differ; both workers: `--allow-untested-vllm`",
+        description="run even if an untested version of vLLM differs in internals that Outrider uses; "
+        "`--allow-untested-vllm` sets this for both kinds of workers",
     )
     drain_seconds: DrainSeconds = Field(
         30.0,
@@ -190,9 +190,9 @@ class TargetConfig(WorkerConfig):
 class DraftConfig(WorkerConfig):
     model: str = Field(
         "outrider-draft-2m",
-        description="Hugging Face folder, hub name, or the name of a bundled model, with at least half of the target's "
-        "tokens (`docs/MODELS.md`), an EAGLE head or Medusa heads; read only if drafter is model, parallel, eagle, "
-        "medusa or vllm",
+        description="Hugging Face folder, hub name, or the name of a bundled model: a draft with at least half of the "
+        "target's tokens, an EAGLE head, or Medusa heads (`docs/MODELS.md`); read only if drafter is model, parallel, "
+        "eagle, medusa or vllm",
     )
     replicas: Annotated[int, Field(ge=0)] = Field(
         1, description="number of draft workers that the launcher starts; 0: no speculation"
@@ -219,9 +219,10 @@ class DraftConfig(WorkerConfig):
         "model trained for it (PARD; `outrider distill --parallel`); ngram: repetitions in the text so far; "
         "self-int4, layer-skip: the target's model in 4 bits, or some of its layers; eagle: `draft.model` is an EAGLE "
         "or EAGLE-3 head, which drafts from the hidden states of the target in the target's process; medusa: the same "
-        "with Medusa heads, which make all tokens of a proposal in one step; mtp: the same with the module for further "
-        "tokens in the target's own checkpoint (MiMo-7B); vllm: `draft.model`, run by vLLM; engine: no draft worker, "
-        "the target's engine drafts by itself, see `speculative_config`; simulated: for a simulated target",
+        "with Medusa heads, which make all tokens of a proposal in one step; mtp: the same with the multi-token "
+        "prediction module in the target's own checkpoint (MiMo-7B); vllm: `draft.model`, run by vLLM; engine: no "
+        "draft worker, the target's engine drafts by itself, see `speculative_config`; simulated: for a simulated "
+        "target",
     )
     speculative_config: dict[str, Any] = Field(
         {},

@@ -39,7 +39,7 @@ class DraftSequence:
     num_committed: int = 0
     num_added: int = 0  # number of committed tokens here minus the target's number of committed tokens
     is_exhausted: bool = False  # whether the drafter cannot propose anything after the committed tokens
-    lacks_states: bool = False  # whether this is because the target has not computed its states yet
+    lacks_states: bool = False  # whether it is exhausted because the target has not computed its states yet
     wire_id: int = 0  # the sequence's number on its link
     to_extend: list[int] = field(default_factory=list)  # nodes to extend in the next step; empty: the main path's end
     parents: list[int] = field(default_factory=list)

@@ -1,9 +1,9 @@
 """A drafter with a head that is a decoder (EAGLE, MTP), which reads hidden states in the target's process.
 
-Place t of a sequence in the head's cache has the state of token t and the embedding of token t + 1. So the contents of
-a block depend on the sequence's first token and the tokens of the block and before it, and prefixes are shared as in
-`cluster.drafters.model`. Drafts are inputs with the head's own states; after the target has verified them, the places
-of the accepted ones are computed again, from its states.
+Place t of a sequence in the head's cache is computed from the state of token t and the embedding of token t + 1. So the
+contents of a block depend on the sequence's first token and on the tokens up to the end of the block, and prefixes are
+shared as in `cluster.drafters.model`. Drafts are computed from the head's own states. When the target has verified
+them, the places of the accepted drafts are computed again from the target's states.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from cluster.engine.runner import ModelRunner
 
 @dataclass(slots=True)
 class _Sources:
-    """Where the rows of a step read their states."""
+    """Locations of the states that the rows of a step read."""
 
     of_target: list[int] = field(default_factory=list)  # rows that read the target's states
     target_slots: list[int] = field(default_factory=list)
-    of_head: list[int] = field(default_factory=list)  # rows that read the head's
+    of_head: list[int] = field(default_factory=list)  # rows that read the head's states
     head_slots: list[int] = field(default_factory=list)
 
 
 class HeadDrafter(ModelDrafter):
-    """Drafts with a head whose cache has its own states. Its thread must be the target's."""
+    """Drafts with a head that keeps its own states in its KV cache. Must run in the target's thread."""
 
     _num_without_place = 1  # place t has token t + 1
 
@@ -55,7 +55,7 @@ class HeadDrafter(ModelDrafter):
     def rewind(self, sequence: DraftSequence, kept: Sequence[int]) -> None:
         self._caches[sequence].computed_nodes.clear()
         if kept:
-            sequence.drop_drafts()  # the states of drafts are guesses
+            sequence.drop_drafts()  # they were computed from the head's own states, not the target's
 
     def _root(self, sequence: DraftSequence) -> bytes:
         return hashlib.sha256(sequence.cache_root + array("q", sequence.token_ids[:1]).tobytes()).digest()

@@ -10,10 +10,10 @@ from cluster.drafters.base import DraftSequence
 def extend_by_levels(
     sequence: DraftSequence, node: int, levels: Sequence[tuple[list[int], list[float]]], max_model_len: int
 ) -> None:
-    """Extends `node`, its first child, the first child of that, and so on, by one of `levels` each.
+    """Adds `levels` below `node`: the first below `node`, each other one below the first child of the level before.
 
-    A level contains the best tokens of a position and their gaps, which do not depend on the drafts before it. So the
-    other nodes of an owed tree get the same tokens as the node of the main path at their depth.
+    A level contains the best tokens of a position and their gaps, which do not depend on earlier drafts. So each other
+    node of an owed tree gets the tokens of its depth, too.
     """
     end = node
     for token_ids, gaps in levels:

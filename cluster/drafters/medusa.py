@@ -20,9 +20,10 @@ from cluster.speculation.token_counts import TokenCounts
 
 
 class MedusaDrafter(Drafter):
-    """Drafts with heads that have no KV cache. Its thread must be the target's.
+    """Drafts with heads that have no KV cache. Must run in the target's thread.
 
-    A proposal has at most one token for each head, and cannot be extended: all states are of committed tokens.
+    A proposal is at most as deep as the number of heads. It cannot be extended, because only committed tokens have
+    states.
     """
 
     num_blocks = num_used_blocks = block_size = 0

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Cache:
-    """KV cache of one sequence. Node n of the tree has the n-th place after those of the committed tokens."""
+    """KV cache of one sequence. The nodes of the tree have the places after the committed tokens, in their order."""
 
     block_table: list[int]
     num_computed_tokens: int  # computed tokens among the committed tokens; all of these if there are drafts
@@ -53,7 +53,7 @@ class ModelDrafter(Drafter):
     returns the sequences that cannot grow.
     """
 
-    _num_without_place = 0  # first tokens of a sequence that have no place in the cache
+    _num_without_place = 0  # number of tokens at the start of a sequence that have no place in the cache
 
     def __init__(
         self,
@@ -270,7 +270,7 @@ class ModelDrafter(Drafter):
 def _next_segment(sequence: DraftSequence, cache: _Cache, budget: int, first: int) -> tuple[Segment, list[int]]:
     """Returns the rows of `sequence` in this step, at most `budget`, and the nodes that get children from them.
 
-    `first`: number of tokens before that of place 0.
+    `first`: index in the sequence of the token that has place 0.
     """
     start, end = cache.num_computed_tokens, sequence.num_committed - first
     if start < end:

@@ -11,7 +11,7 @@ from cluster.engine.runner import ModelRunner
 
 @dataclass(frozen=True, slots=True)
 class ComputedSequence:
-    """Where the target has the states of a sequence's first `num_tokens` tokens."""
+    """Blocks with the target's states of a sequence's first `num_tokens` tokens."""
 
     block_table: Sequence[int]
     num_tokens: int
@@ -25,9 +25,9 @@ class TargetStates:
     find: Callable[[], Mapping[int, ComputedSequence]] = dict  # the running sequences by their numbers on the link
 
     def of(self, sequences: Sequence[DraftSequence]) -> dict[DraftSequence, ComputedSequence]:
-        """Returns the sequences with states of all committed tokens except the last; there must be at least one.
+        """Returns the sequences with at least two committed tokens, and with states for all except the last one.
 
-        Marks the other sequences as exhausted because they lack states.
+        Marks the other sequences as exhausted, with `lacks_states`.
         """
         found, known = {}, self.find()
         for sequence in sequences:

@@ -136,9 +136,9 @@ class BlockManager:
         root: bytes | None = None,
         first: int = 0,
     ) -> None:
-        """Adds the full blocks of the first `num_tokens` tokens to the prefix cache, under `root`.
+        """Adds the full blocks of `num_tokens` tokens to the prefix cache, under `root`.
 
-        These tokens must be committed and their KV computed. `first`: index in `token_ids` of the first of them.
+        The tokens begin at index `first` of `token_ids`. These tokens must be committed and their KV computed.
         """
         hash_of, size = self._hash_of, self.block_size
         num_full = num_hashed = num_tokens // size

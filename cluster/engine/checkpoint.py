@@ -1,4 +1,4 @@
-"""Reads the tensors of a Hugging Face folder, from one or several .safetensors or a file of pickled tensors."""
+"""Reads the tensors of a Hugging Face folder, from .safetensors files or from a file of pickled tensors."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Heads that are small decoders and draft from the hidden states of their target.
 
-Row t of a head has the target's state of token t, the embedding of token t + 1, and position t; it predicts token
-t + 2. To draft further, a row has the output of the row before it in place of the target's state.
+Row t of a head reads the target's state of token t, the embedding of token t + 1, and position t. It predicts token
+t + 2. For further drafts, a row reads the output of the previous row instead of the target's state.
 `cluster.engine.eagle` and `cluster.engine.mtp` read such heads.
 """
 
@@ -25,23 +25,23 @@ class HeadConfig:
     decoder: ModelConfig  # layers of the head; its vocabulary is that of the head's logits
     captured_layers: tuple[int, ...]  # states of the target that the head reads, as in `ModelConfig`
     target_hidden_size: int
-    is_third: bool = False  # whether this is EAGLE-3; the fields below are only of that
-    norm_before_residual: bool = False  # whether what the layer adds to is the normed state
+    is_third: bool = False  # whether the head is EAGLE-3; only then the fields below are used
+    norm_before_residual: bool = False  # whether the residual input of the layer is the state after `hidden_norm`
     norm_before_fc: bool = False  # whether one norm covers all states that `fc` reads
     has_fc_norm: bool = False  # whether each state that `fc` reads has a norm of its own
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderHead:
-    """A head with its weights: `model` for its layers, and what computes the inputs of the first one."""
+    """A head with its weights: `model` has its layers, the other fields compute the inputs of the first layer."""
 
     config: HeadConfig
     model: LoadedModel
-    fc: Linear | None  # EAGLE-3: of the target's states; otherwise of embedding and state; None: a single state
-    hidden_norm: torch.Tensor | None = None  # of states; EAGLE has none
-    token_norm: torch.Tensor | None = None  # of embeddings that follow the states in the input of `fc`
-    fc_norms: tuple[torch.Tensor, ...] = ()  # one over all states, or one for each
-    target_ids: torch.Tensor | None = None  # int64 [vocab_size]: the target's ID of each head's token; None: equal
+    fc: Linear | None  # input: the target's states (EAGLE-3), or embedding and state; None: EAGLE-3 with one state
+    hidden_norm: torch.Tensor | None = None  # norm of the states; None: EAGLE
+    token_norm: torch.Tensor | None = None  # norm of the embeddings (MTP), which follow the states in the input of `fc`
+    fc_norms: tuple[torch.Tensor, ...] = ()  # norms of the input of `fc`: one for all states, or one per state
+    target_ids: torch.Tensor | None = None  # int64 [vocab_size]: target's ID of each of the head's tokens; None: equal
 
     @property
     def captured_layers(self) -> tuple[int, ...]:
@@ -88,7 +88,7 @@ class DecoderHead:
         return LayerInputs(normed if self.config.norm_before_residual else states, attention)
 
     def _read(self, target_states: torch.Tensor) -> torch.Tensor:
-        """Returns what an EAGLE-3 head makes of the target's states, [number, hidden_size]."""
+        """Returns the states of the first draft, [number, hidden_size]. EAGLE-3 computes them with `fc`, if any."""
         if not self.config.is_third or self.fc is None:
             return target_states
         if self.fc_norms:
@@ -99,9 +99,9 @@ class DecoderHead:
         return self.fc(target_states)
 
     def of_target_ids(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-        """Returns `logits` [num_rows, head's vocabulary] by the target's IDs, [num_rows, vocab_size].
+        """Returns `logits` [num_rows, head's vocabulary], indexed by target IDs: [num_rows, vocab_size].
 
-        Tokens that the head lacks have -inf.
+        Tokens that are not in the head's vocabulary get -inf.
         """
         if self.target_ids is None:
             return logits

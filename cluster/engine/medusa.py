@@ -1,10 +1,10 @@
 """Medusa heads (Cai et al., arXiv 2401.10774): each drafts one of the next tokens from the same state of the target.
 
-The state is that after the target's last norm, of the last computed token. The target's own output layer draws the
-next token from it, and head j (from 0) the token j + 1 places further. A head computes x + SiLU(W x + b) in each of
-its residual layers; then its output layer computes logits. A head without an output layer uses the target's.
+The heads read the state of the last computed token after the target's last norm. From it, the target's own output
+layer computes the next token, and head j (from 0) the token j + 1 positions after that. Each residual layer of a head
+computes x + SiLU(W x + b); the head's output layer, or else the target's, then computes logits.
 
-Heads are read as their authors published them, and with vLLM's names.
+Supported tensor names are those of the authors and those of vLLM.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def read_medusa_names(folder: Path) -> list[HeadNames]:
             if not residuals:
                 break
             name = output.format(head=head, num_layers=len(residuals))
-            has_own = name in tensors and not values.get("original_lm_head")  # vLLM's name for a copy of the target's
+            # vLLM's setting `original_lm_head`: all heads share the target's output layer, so a copy is ignored.
+            has_own = name in tensors and not values.get("original_lm_head")
             heads.append(HeadNames(residuals, name if has_own else None))
         if heads:
             return heads
@@ -85,7 +86,7 @@ class MedusaHead:
 class MedusaHeads:
     heads: tuple[MedusaHead, ...]
     vocab_size: int
-    dtype: torch.dtype  # of the states that they read
+    dtype: torch.dtype  # of the heads' inputs
 
     captured_layers = (AFTER_NORM,)
 
@@ -98,7 +99,7 @@ class MedusaHeads:
     def logits(self, states: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         """Returns the logits of the first `counts[i]` heads for each row i of `states` [num_rows, hidden_size].
 
-        The result is float32 [sum of `counts`, vocab_size]: first the rows of the first state, by heads.
+        The result is float32 [sum of `counts`, vocab_size], ordered by state, then by head.
         """
         states = states.to(self.dtype)
         logits = torch.empty(sum(counts), self.vocab_size, device=states.device)
@@ -111,9 +112,9 @@ class MedusaHeads:
 
 
 def load_medusa_heads(folder: Path, target: LoadedModel, quantization: Quantization | None = None) -> MedusaHeads:
-    """Reads the heads in `folder`, with the device and dtype of `target`. Raises ConfigurationError.
+    """Returns the heads in `folder`, with the device and dtype of `target`. Raises ConfigurationError.
 
-    The residual layers have integer weights with `quantization`.
+    `quantization`: format of the weights of the residual layers.
     """
     names, shared, hidden = read_medusa_names(folder), target.weights, target.config.hidden_size
     tensors = TensorReader(folder, shared.dtype, shared.device, takes_pickle=True)

@@ -24,7 +24,7 @@ class WeightFormat(Protocol):
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     input_norm: torch.Tensor | None  # [hidden_size]; None: a first layer whose inputs are given (`LayerInputs`)
-    qkv: Linear  # hidden_size → q_size + 2 * kv_size
+    qkv: Linear  # hidden_size (2 * hidden_size in the first layer of EAGLE-3) → q_size + 2 * kv_size
     qk_norm: torch.Tensor | None  # [num_heads + num_kv_heads, head_dim]
     output: Linear  # q_size → hidden_size
     post_attention_norm: torch.Tensor  # [hidden_size]
@@ -41,7 +41,7 @@ class LayerWeights:
 class ModelWeights:
     embedding: torch.Tensor  # [vocab_size, hidden_size], in the dtype of the model and on its device
     layers: tuple[LayerWeights, ...]
-    norm: torch.Tensor | None  # [hidden_size]; None: no norm before the head
+    norm: torch.Tensor | None  # [hidden_size]; None: no norm before the output layer
     head: Linear  # hidden_size → vocab_size
 
     @property

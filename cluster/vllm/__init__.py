@@ -1,1 +1,1 @@
-"""All code that uses vLLM's internals, for some versions of vLLM (`cluster.vllm.compatibility`)."""
+"""Code that uses vLLM's internals, for the tested versions of vLLM (`cluster.vllm.compatibility`)."""

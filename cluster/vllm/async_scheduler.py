@@ -60,7 +60,7 @@ class AsyncRoundScheduler(RoundScheduler, AsyncScheduler):
         self._landed_at = 0.0
         self._next_depth = 0  # drafts that the runner makes in the step being scheduled
         self.num_without_drafts = 0  # steps whose gate stayed closed for too long
-        # `DeviceRounds` counts the depth that it chose. From 0.33 on, vLLM would change it to 0 in some steps.
+        # From 0.33 on, vLLM would reduce the depth of some steps to 0. `DeviceRounds` expects the depth that it chose.
         self.can_skip_drafts = False
         self._gate: DraftGate | None = None
         if self.max_drafts:

@@ -24,7 +24,7 @@ from cluster.vllm.couplings import SlotCouplings, known_couplings
 from cluster.vllm.draft_gate import BoundStep, DraftReader
 from cluster.vllm.function_wrapping import wrap_function
 
-Masks = npt.NDArray[np.int32]  # [num_rows, num_words]: a bit for each allowed token
+Masks = npt.NDArray[np.int32]  # [num_rows, num_words]: one bit per token, 1 if it is allowed
 
 
 @dataclass(slots=True)
@@ -96,7 +96,7 @@ def _keep_mask(
 
 
 def _scheduled_rows(masks: Masks, stride: int, input_batch: Any, request_ids: Sequence[str]) -> Masks:
-    """Returns the rows of `masks` that have logits, which is the format of vLLM 0.32.
+    """Returns `masks` in the format of vLLM 0.32: only the rows that have logits.
 
     From 0.33 on, each of `request_ids` has `stride` rows. `masks` may be in either format.
     """

@@ -1,12 +1,13 @@
 """Compatibility check: compares the installed vLLM with the internals that this package uses.
 
 vLLM may change its internals with every release, without notice. This module has a row for each internal that the
-package replaces, extends or reads. A row that lists definitions also covers the names that these definitions use in the
-same way as the package does. Names that the package imports need no row: they are read from its `import` statements.
+package replaces, extends or reads. If a row has digests of a definition, the internals that this definition itself uses
+need no rows, provided that the package uses them in the same way. Names in `from vllm... import` statements need no
+rows either: they are read from the source of `cluster`.
 
 In a tested version, names and signatures are checked before the package changes anything in vLLM. In any other version,
-definitions and imported names are compared too. To support a new version, try it, read what differs, add its
-definitions to the rows, and add it to `TESTED`.
+definitions and imported names are compared too. To support a new version, test it, read the differences, add its
+digests to the rows, and add the version to `TESTED`.
 
     python -m cluster.vllm.compatibility --source DIR      (--newest: the newest release; `make vllm-next`)
 
@@ -52,7 +53,7 @@ class Internal(NamedTuple):
         return f"{self.module}.{self.attribute}"
 
 
-# Replaced to accept a logit bias and min-p with speculation.
+# The package replaces this check, because it supports a logit bias and min-p with speculation.
 _BIAS_CHECK = Internal(
     "vllm.sampling_params",
     "SamplingParams._validate_spec_decode",
@@ -256,7 +257,7 @@ DRAFTER = (
     *EXECUTOR,
     Internal(
         "vllm.v1.engine.core_client", "InprocClient.__init__", definitions=("39a6bac16c7a",)
-    ),  # where the engine core is, with its scheduler
+    ),  # the drafter reads the engine core and its scheduler from this client
     Internal("vllm.v1.executor", "Executor.get_class", ("vllm_config",)),
 )
 
@@ -264,9 +265,10 @@ ALL = tuple(dict.fromkeys([*V2_FRONT_END, *V2_TARGET, *TARGET, *DRAFTER]))
 
 
 def check(internals: Sequence[Internal], *, allow_untested: bool = False) -> None:
-    """Raises ConfigurationError if vLLM is missing, or if it differs in `internals`. The message names the differences.
+    """Raises ConfigurationError if vLLM is missing or differs in `internals`. The message names the differences.
 
-    `allow_untested`: logs the differences of an untested version as a warning instead.
+    In an untested version, definitions and imported names are compared too. If nothing differs, logs a warning.
+    `allow_untested`: logs the differences of such a version as a warning, instead of raising.
     """
     check_installation()
     vllm = importlib.import_module("vllm")
@@ -275,8 +277,8 @@ def check(internals: Sequence[Internal], *, allow_untested: bool = False) -> Non
         differences = [difference for internal in internals if (difference := _difference(internal)) is not None]
         if differences:
             raise ConfigurationError(
-                f"vLLM {version} differs from the version that Outrider was written for: {'; '.join(differences)}. "
-                "Install the vLLM that `make setup-vllm` installs"
+                f"the installed vLLM {version} differs from the vLLM {version} that was tested: "
+                f"{'; '.join(differences)}. Install the vLLM that `make setup-vllm` installs"
             )
         return
     differences = compare_source(_parent_folder(vllm.__spec__), [*internals, *imported_names()])
@@ -331,7 +333,7 @@ def _other_parameters(internal: Internal, parameters: tuple[str, ...]) -> str | 
 
 
 def imported_names() -> list[Internal]:
-    """Returns the names that this project imports from vLLM."""
+    """Returns the names in the `from vllm... import` statements of `cluster`."""
     found: dict[Internal, None] = {}
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         text = path.read_text(encoding="utf-8")
@@ -383,7 +385,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         differences = compare_source(source, [*ALL, *imported])
     for difference in differences:
         print(difference)
-    print(f"{len(differences)} differ")
+    print(f"{len(differences)} differences")
     return 1 if differences else 0
 
 

@@ -118,7 +118,7 @@ class CoupledSampler(Sampler):
     """vLLM's sampler with coupled sampling."""
 
     def __init__(self, original: Sampler, requests: _Requests) -> None:
-        self.__dict__.update(original.__dict__)  # all settings, with which vLLM called its constructor
+        self.__dict__.update(original.__dict__)  # instead of calling the constructor, which differs between versions
         self._requests = requests
         self._sampler: sampling.Sampler | None = None
 
@@ -139,7 +139,7 @@ class CoupledVerifier(RejectionSampler):
     """Accepts a draft if the target chooses the same token. Never resamples: choices do not depend on drafts."""
 
     def __init__(self, original: RejectionSampler, sampler: CoupledSampler, requests: _Requests) -> None:
-        self.__dict__.update(original.__dict__)  # all settings, with which vLLM called its constructor
+        self.__dict__.update(original.__dict__)  # instead of calling the constructor, which differs between versions
         self.sampler = sampler
         self._requests = requests
 

@@ -160,7 +160,7 @@ class SourceTree:
 
 
 def _canonical(value: object) -> str:
-    """Returns a text for a syntax tree that is the same in every version of Python: empty fields are left out."""
+    """Returns a syntax tree as text. Leaves out empty fields, so that the text is the same in all Python versions."""
     if isinstance(value, list):
         return f"[{','.join(map(_canonical, value))}]"
     if not isinstance(value, ast.AST):

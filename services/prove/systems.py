@@ -76,12 +76,12 @@ class System(ABC):
     def start(self) -> None:
         """Starts the processes of the system. Raises ConfigurationError.
 
-        Must not be interrupted: `stop` would not know a process whose start was not completed.
+        Must not be interrupted, because `stop` could miss a process that is being started.
         """
 
     @abstractmethod
     def wait_ready(self) -> None:
-        """Raises ConfigurationError, or UnavailableError if the system does not become ready."""
+        """Waits until the system answers. Raises ConfigurationError, or UnavailableError if it never does."""
 
     @abstractmethod
     def stop(self, is_hurried: Callable[[], bool]) -> None:

@@ -32,9 +32,10 @@ _INTRODUCTION = {
     "eagle": (
         "# Outrider bundled EAGLE head\n\n"
         "An EAGLE-3 head for the target that Outrider bundles (`draft.drafter: eagle`; vLLM's `method: eagle3`). "
-        "It was trained on the target's hidden states over corpus text and over text sampled from the target, by the "
-        "probability that both choose the same token under shared noise, also when fed with its own output. "
-        "It drafts the most frequent tokens only. The embedding is the target's, so it is not in this folder."
+        "It was trained on the target's hidden states over corpus text and over text sampled from the target, to "
+        "maximize the probability that target and head choose the same token under shared noise, also with its own "
+        "output as input. It drafts only the most frequent tokens. The embedding is the target's, so it is not in this "
+        "folder."
     ),
 }
 

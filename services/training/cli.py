@@ -44,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     training.add_argument("--target-tokens", type=int, help="tokens to train the target on")
     training.add_argument("--draft-tokens", type=int, help="tokens to distill the draft on")
     training.add_argument("--eagle-tokens", type=int, help="tokens to train an eagle head on")
-    training.add_argument("--eagle-vocabulary", type=int, help="tokens that an eagle head can draft, at most half")
+    training.add_argument(
+        "--eagle-vocabulary", type=int, help="tokens that an eagle head can draft, at most half of all"
+    )
     training.add_argument("--batch-size", type=int, help="windows per step")
     training.add_argument("--eagle-batch-size", type=int, help="windows per step of an eagle head")
     training.add_argument("--sequence-length", type=int, help="tokens per window")

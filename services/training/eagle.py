@@ -24,7 +24,7 @@ from transformers.models.llama.modeling_llama import (
 
 from services.training.trainer import LossFunction
 
-_LEAST_PROBABILITY = 1e-9  # of a token in the loss, whose gradient divides by it
+_LEAST_PROBABILITY = 1e-9  # lower bound of probabilities in the loss, because its gradient divides by them
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class TrainableHead(nn.Module):
     """Computes one draft step for every position of a text at once.
 
     Each position is treated as the last committed one. The configuration has `draft_vocab_size`, the number of tokens
-    that the head can draft, and `eagle_aux_hidden_state_layer_ids`, numbers of the target's layers before each state.
+    that the head can draft, and `eagle_aux_hidden_state_layer_ids`: how many target layers precede each state.
     """
 
     d2t: Tensor  # int64 [draft_vocab_size]: ID of the target minus ID of the head
@@ -66,7 +66,7 @@ class TrainableHead(nn.Module):
     def begin(self, hidden_states: Sequence[Tensor]) -> Tensor:
         """Return the states of the first step, [rows, positions, hidden_size].
 
-        `hidden_states`: the target's before each of its layers, as transformers returns them.
+        `hidden_states`: the target's hidden states, as transformers returns them; index i is before layer i.
         """
         states: Tensor = self.fc(torch.cat([hidden_states[layer] for layer in self.captured_layers], dim=-1))
         return states
@@ -149,9 +149,9 @@ class _Attention(nn.Module):
 
 
 def captured_layers(num_layers: int) -> tuple[int, ...]:
-    """Return the numbers of the target's layers before the states that a head reads.
+    """Return how many of the target's layers precede each state that a head reads.
 
-    They are EAGLE-3's, if the target has enough layers for three different ones.
+    The numbers are those of EAGLE-3 if the target has enough layers for three different states.
     """
     usual = (2, num_layers // 2, num_layers - 3)
     return usual if 2 < usual[1] < usual[2] else tuple(sorted({1, num_layers // 2, num_layers - 1}))
@@ -195,11 +195,11 @@ def load_head(directory: Path, device: torch.device) -> TrainableHead:
 def draft_steps(
     head: TrainableHead, embeddings: Tensor, hidden_states: Sequence[Tensor], num_steps: int
 ) -> list[Tensor]:
-    """Drafts from every position of a text, for `num_steps` steps.
+    """Draft from every position of a text, for `num_steps` steps.
 
     The tokens of the text serve as the drafts. `embeddings` [rows, length, hidden_size] and `hidden_states` are the
-    target's (see `TrainableHead.begin`). Step d, from 0, predicts at position t the token at t + 2 + d. Returns states
-    [rows, length - num_steps, hidden_size] for each step, so that every position has all steps.
+    target's (see `TrainableHead.begin`). Step d, from 0, predicts at position t the token at t + 2 + d. Return the
+    states [rows, length - num_steps, hidden_size] of each step, so that every position has all steps.
     """
     num_positions = embeddings.shape[1] - num_steps
     states = head.begin([layer[:, :num_positions] for layer in hidden_states])
@@ -212,11 +212,12 @@ def draft_steps(
 
 
 def coupled_acceptance(of_target: Tensor, of_head: Tensor, outside: Tensor) -> Tensor:
-    """Return the probability that both choose the same token under the same Gumbel noise, [rows].
+    """Return the probability that target and head choose the same token under the same Gumbel noise, [rows].
 
     `of_target` and `of_head` [rows, draft_vocab_size]: probabilities of the tokens that the head has. `outside` [rows]:
-    the target's probability of all other tokens. The probability is the sum over tokens i of
-    1 / sum_j max(p_j / p_i, q_j / q_i). In descending order of p_j / q_j, the maximum is the first term up to i.
+    the target's probability of all other tokens. With p for the target and q for the head, the result is the sum over
+    tokens i of 1 / sum_j max(p_j / p_i, q_j / q_i). With the tokens in descending order of p_j / q_j, the maximum is
+    p_j / p_i for j up to i, and q_j / q_i for later j.
     """
     target, head = of_target.clamp_min(_LEAST_PROBABILITY), of_head.clamp_min(_LEAST_PROBABILITY)
     order = (target / head).argsort(dim=-1, descending=True)

@@ -63,7 +63,7 @@ def train_head(context: Context) -> None:
 
 
 def _frequent_tokens(context: Context, vocab_size: int) -> torch.Tensor:
-    """Return the IDs of the most frequent tokens of the text, at most half of the vocabulary, in ascending order."""
+    """Return the IDs, ascending, of the most frequent tokens of the training text, at most half of the vocabulary."""
     number = min(context.options.eagle_vocabulary, vocab_size // 2)
     counts = torch.bincount(context.stream("train").long().cpu(), minlength=vocab_size)
     return counts.argsort(descending=True, stable=True)[:number].sort().values

@@ -50,7 +50,7 @@ class TestDoctor:
             "--repeats",
             "1",
             "--streams",
-            "8",  # many rounds in little time
+            "8",  # so that a short run has many rounds
             "--temperatures",
             "0,1",
             "--max-tokens",

@@ -40,7 +40,7 @@ TARGET static void embed(const Model *m, const Step *s, float *hidden) {
         }
 }
 
-/* Writes the rows of x, the states after `layer` layers, to the slots of their rows if they are to be captured. */
+/* Stores x, the states after `layer` layers, in the slots of the rows, if the model captures these states. */
 TARGET static void capture(const Model *m, const Step *s, const float *x, int64_t layer) {
     for (int64_t place = 0; place < m->num_captured; place++) {
         if (m->captured_layers[place] != layer) continue;

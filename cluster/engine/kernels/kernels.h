@@ -79,7 +79,7 @@ int attention(const Attention *attention, int num_threads); /* 0, or -1 without 
 typedef struct {
     float *hidden;       /* [num_rows, size]; delta is added to it */
     const float *delta;  /* [num_rows, size] or NULL */
-    const float *weight; /* [size], or NULL: y is hidden */
+    const float *weight; /* [size], or NULL: y is a copy of hidden */
     float *y;            /* [num_rows, size] */
     int64_t size;
     float eps;
@@ -119,10 +119,10 @@ typedef struct { /* likewise */
     const Layer *layers;
     const void *embedding; /* [vocab_size, hidden_size], of the same dtype as the KV cache */
     const float *cos, *sin;
-    const float *norm; /* [hidden_size], or NULL: no norm before the head */
+    const float *norm; /* [hidden_size], or NULL: no norm before the output layer */
     Weight head;
     void *states;                   /* [num_slots, num_captured, hidden_size], of the same dtype as the KV cache */
-    const int64_t *captured_layers; /* [num_captured]: numbers of layers before a state, or AFTER_NORM */
+    const int64_t *captured_layers; /* [num_captured]: how many layers precede a state, or AFTER_NORM */
     int64_t num_captured;
     int64_t num_layers, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, block_size, is_bfloat16;
 } Model;
@@ -130,7 +130,7 @@ typedef struct {
     float *logits;  /* [num_logit_rows, vocab_size] */
     float *scratch; /* [num_rows, scratch_size(model)] */
     const float *residual;        /* [num_rows, hidden_size], or NULL: the embeddings of token_ids */
-    const float *attention_input; /* of the first layer: [num_rows, in_features of its qkv]; NULL with residual NULL */
+    const float *attention_input; /* [num_rows, in_features of the first layer's qkv]; NULL if residual is NULL */
     const int64_t *token_ids, *logit_rows, *positions, *slots, *row_starts, *prefix_lens, *block_tables, *paths;
     int64_t num_rows, num_logit_rows, num_segments, table_len, path_len;
     float eps;

@@ -33,10 +33,10 @@ class AsyncCoordinatedScheduler(CoordinatedScheduler, AsyncRoundScheduler):
         return any(self._constrained(scheduler_output))
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
-        """Returns a mask for each row of the step's constrained requests; None if no request has a mask.
+        """Returns the masks of the step's constrained requests; None if no request has a mask.
 
-        A mask contains the tokens that the request's constraints allow. Every request has the rows of the deepest
-        drafts, because vLLM finds a request's masks by its place in the list.
+        A mask contains the tokens that the request's constraints allow. Each request gets 1 + `max_drafts` rows,
+        because vLLM computes the first row of a request from the request's index in the list.
         """
         request_ids, masks, num_drafts = [], [], []
         for request in self._constrained(scheduler_output):

@@ -34,7 +34,7 @@ class PluginSettings(BaseModel):
     metrics_port: Port | None = Field(None, description="its port; 0: a free one; null: no page")
     metrics_token_file: FilePath | None = Field(None, description="token for the page; null: that of `tls`, if set")
     allow_untested_vllm: bool = Field(
-        False, description="run on an untested version of vLLM, though internals that the plugin uses differ"
+        False, description="run even if an untested version of vLLM differs in internals that the plugin uses"
     )
     tls: TlsConfig = Field(TlsConfig(), description="certificates and token for draft workers, as in a cluster")
     draft_server_name: str | None = Field(

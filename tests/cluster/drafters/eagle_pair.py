@@ -38,7 +38,7 @@ Load = Callable[[Path, LoadedModel], DecoderHead | MedusaHeads]
 
 
 class Pair:
-    """The two; the caller says what the target has computed."""
+    """A target and its heads. The caller sets which tokens the target has computed."""
 
     def __init__(
         self, target_folder: Path, heads_folder: Path, form: type[Model], load: Load = load_eagle_head
@@ -57,7 +57,7 @@ class Pair:
             self.drafter = HeadDrafter(heads, self.head, LIMITS, states)
 
     def open(self, token_ids: list[int], wire_id: int = 1, k: int = K, width: int = 1) -> DraftSequence:
-        """A sequence whose tokens the target has computed, all but the last."""
+        """Returns a sequence. The target has computed all of its tokens except the last."""
         table = self.target.blocks.allocate(NUM_BLOCKS // 4)
         assert table is not None
         self.target.run([Segment(token_ids[:-1], 0, table, num_logits=1)])
@@ -67,7 +67,7 @@ class Pair:
         return sequence
 
     def commit(self, sequence: DraftSequence, token_ids: list[int]) -> None:
-        """The target has computed what was last, and all of `token_ids` but the last."""
+        """Commits `token_ids`. The target has then computed all of the sequence's tokens except the last."""
         computed = self.computed[sequence.wire_id]
         rows = [sequence.token_ids[sequence.num_committed - 1], *token_ids[:-1]]
         self.target.run([Segment(rows, computed.num_tokens, computed.block_table, num_logits=1)])
@@ -90,7 +90,7 @@ class Pair:
 
 @torch.inference_mode()
 def states_of(target_folder: Path, token_ids: list[int], layers: tuple[int, ...]) -> torch.Tensor:
-    """States of `token_ids` after each number of layers, as transformers computes them; -1: after the last norm."""
+    """Returns the states after each number of `layers`, computed by transformers; -1: after the last norm."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32)
@@ -103,7 +103,7 @@ def states_of(target_folder: Path, token_ids: list[int], layers: tuple[int, ...]
 
 
 def ends_of(target_folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """The target's embedding and output layer."""
+    """Returns the target's embedding and output layer."""
     from safetensors.torch import load_file
 
     tensors = load_file(target_folder / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Heads that draft from the target's states: every published form, against the same written out in plain operators."""
+"""EAGLE heads of every published format draft the same tokens as a reference in plain PyTorch operators."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_step_keeps_the_states_of_the_chosen_layers(
     slots = torch.tensor([table[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE for i in range(37)])
     expected = states_of(target_folder, token_ids, layers)
     torch.testing.assert_close(runner.states[slots], expected, rtol=1e-4, atol=1e-4)
-    # Logits have the same bits as without.
+    # Logits have the same bits as without captured states.
     other = ModelRunner(plain, BLOCK_SIZE, 16)
     for (start, end), kept in zip(((0, 20), (20, 21), (21, 37)), logits, strict=True):
         assert torch.equal(other.run([Segment(token_ids[start:end], start, table, num_logits=1)]), kept)
@@ -68,7 +68,7 @@ def test_drafts_are_those_of_the_head_written_out(
         return [int(logits.argmax()) for logits in found]
 
     assert pair.draft(*sequences) == [expected(text) for text in texts]
-    # Two drafts are accepted, none, all; the head goes on from the target's states.
+    # Two drafts are accepted, then none, then all. Each time the head continues from the target's states.
     for accepted in (2, 0, K):
         for sequence in sequences:
             news = [*sequence.draft_token_ids[:accepted], 7]
@@ -105,7 +105,7 @@ def _along(
     token_ids: list[int],
     path: list[int],
 ) -> torch.Tensor:
-    """The logits after `path`, drafts of the head that need not be its best."""
+    """Returns the logits after the drafts `path`, which need not be the head's best tokens."""
     from tests.cluster.engine import eagle_heads
 
     forced = iter([*path, 0])

@@ -1,4 +1,4 @@
-"""Medusa heads: every published form, against the same written out in plain operators."""
+"""Medusa heads of every published format draft the same tokens as a reference in plain PyTorch operators."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def target_folder(tiny_folder: Callable[..., Path]) -> Path:
 
 
 def _pair(target_folder: Path, folder: Path, published: str, form: type[Model]) -> tuple[Pair, Logits]:
-    """Heads in `folder`, and what gives the logits of each head after given tokens."""
+    """Saves heads in `folder`. Returns a pair with them, and a function from tokens to the logits of each head."""
     tensors, (_, output) = save_medusa_heads(folder, published), ends_of(target_folder)
 
     def logits(token_ids: list[int]) -> list[torch.Tensor]:

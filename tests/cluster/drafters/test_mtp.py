@@ -1,4 +1,4 @@
-"""The MTP module of MiMo: a drafter like EAGLE's, against the module written out in plain operators."""
+"""The MTP module of MiMo drafts the same tokens as a reference in plain PyTorch operators."""
 
 from __future__ import annotations
 

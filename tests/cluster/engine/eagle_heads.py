@@ -1,4 +1,4 @@
-"""Random EAGLE heads in the forms in which they are published, and what these and MTP compute, written out."""
+"""Random EAGLE heads in the published formats, and a reference computation of EAGLE and MTP drafts."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def save_head(folder: Path, form: str, seed: int = 0, max_len: int = 16) -> Tens
 
 
 def captured_layers(form: str) -> tuple[int, ...]:
-    """The numbers of layers before the states that such a head reads; -1: after the last norm."""
+    """Returns how many layers precede each state that a head of `form` reads; -1: the state after the last norm."""
     if form.startswith("speculators"):
         return 1, 3, 5
     return (2, 4, 5) if form == "eagle3" else (-1,)

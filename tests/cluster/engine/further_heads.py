@@ -1,4 +1,4 @@
-"""Random Medusa heads in the forms in which they are published, what they compute, and targets with an MTP module."""
+"""Random Medusa heads in the published formats, their reference computation, and targets with an MTP module."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MEDUSA_FORMATS = (
 
 
 def save_medusa_heads(folder: Path, form: str, seed: int = 0, hidden: int = HIDDEN, vocab: int = VOCAB) -> Tensors:
-    """Writes random heads; returns their tensors by the names of their authors."""
+    """Writes random heads. Returns their tensors under the names that the authors use."""
     generator = torch.Generator().manual_seed(seed)
 
     def randn(*shape: int) -> Tensor:
@@ -112,7 +112,7 @@ def save_mtp_target(folder: Path, source: Path, seed: int = 0) -> Tensors:
 
 
 def save_bundled_target_with_mtp(folder: Path) -> None:
-    """Writes the bundled target with a module made of its bundled EAGLE head, whose drafts are often accepted."""
+    """Writes the bundled target with an MTP module made from the bundled EAGLE head, so that drafts are accepted."""
     target, eagle = resolve_model_folder("outrider-target-12m"), resolve_model_folder("outrider-eagle-12m")
     shutil.copytree(target, folder, dirs_exist_ok=True)
     tensors = load_file(target / "model.safetensors")

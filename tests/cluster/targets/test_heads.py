@@ -1,4 +1,4 @@
-"""Heads in the target's process: the tokens of k = 0, for all that happens to a sequence."""
+"""With heads in the target's process, the tokens are those of k = 0: after preemption, prefix hits and other events."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def expected(heads: dict[str, Changes]) -> dict[str, list[int]]:
         {"speculation": {"controller": "goodput"}},
         {"target": {"max_num_batched_tokens": 24, "max_num_seqs": 8}, "draft": {"max_num_batched_tokens": 16}},
         {"target": {"block_size": 4, "kv_cache_bytes": 2_000_000}},  # too little for all requests
-        {"draft": {"quantization": "int8", "kv_cache_bytes": 100_000}},  # as many sequences as there is room for
+        {"draft": {"quantization": "int8", "kv_cache_bytes": 100_000}},  # room for a few sequences only
     ],
     ids=["chains", "trees", "goodput", "chunks", "preemption", "little room for the head"],
 )
@@ -149,7 +149,7 @@ def test_a_sequence_goes_on_after_rounds_without_drafts_and_prefixes_are_found(
     first = Answers(target, requests(3))
     again = Answers(target, requests(3))
     assert first.token_ids == again.token_ids == expected
-    # Rows of prompts that the caches have are not computed again, and their states are there.
+    # Cached prompts are not computed again, but their states are found: nearly the same number of drafts is accepted.
     assert again.num_accepted > 0.9 * first.num_accepted
     assert Answers(target, requests(0)).token_ids == expected
 

@@ -38,7 +38,7 @@ def test_installed_source_is_as_expected() -> None:
 
 
 def test_number_of_internals() -> None:
-    assert len(compatibility.ALL) <= 40, "each is work with every release of vLLM: can one cover several?"
+    assert len(compatibility.ALL) <= 40, "each row costs work with every release of vLLM: try to cover several with one"
 
 
 def test_imported_names_are_found() -> None:

@@ -31,7 +31,7 @@ only_soak = pytest.mark.skipif(not IS_SOAK, reason="make soak")
 
 @pytest.fixture
 def proposals(own_environment: None, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """The drafts that vLLM proposes from now on, of sequences that run alone."""
+    """Records the drafts that vLLM proposes. Sequences must run one at a time."""
     found: list[list[int]] = []
     for proposer in (SpecDecodeBaseProposer, MedusaProposer):
 
@@ -72,7 +72,7 @@ def _check(target: Path, speculative_config: dict[str, Any], pair: Pair, proposa
         assert len(proposals) > _NUM_TOKENS // (k + 1)
         for drafts in proposals:
             if num_known > len(tokens):
-                break  # made before vLLM saw that the answer ends
+                break  # vLLM proposed these before it found that the answer had ended
             sequence = pair.open(tokens[:num_known], wire_id=num_known, k=k)
             assert pair.draft(sequence) == [drafts]
             pair.close(sequence)

@@ -1,4 +1,4 @@
-"""A head learns from its target's states, drafts as engines will let it draft, and is written as they read it."""
+"""Training improves a head; engines load the saved head and draft the same tokens as in training."""
 
 import dataclasses
 import json
