@@ -13,7 +13,7 @@ from cluster.engine.cpu_kernels import InstructionSet, has_kernels
 from cluster.engine.cpu_model import CpuModel
 from cluster.engine.invariance import check_invariance
 from cluster.engine.loader import load_model
-from cluster.engine.model import Model, TorchModel
+from cluster.engine.model import LayerInputs, Model, TorchModel
 from cluster.engine.quantization import Quantization
 from cluster.engine.runner import ModelRunner
 from cluster.errors import ConfigurationError
@@ -46,8 +46,8 @@ def test_pytorchs_operators_are_refused(tiny_llama: Callable[..., Path]) -> None
 @needs_kernels
 def test_an_operator_that_breaks_the_promise_is_found(tiny_llama: Callable[..., Path]) -> None:
     class Uneven(CpuModel):
-        def forward(self, batch: Batch) -> torch.Tensor:
-            return super().forward(batch) * (1 + 1e-6 * (len(batch.token_ids) == 13))
+        def forward(self, batch: Batch, inputs: LayerInputs | None = None) -> torch.Tensor:
+            return super().forward(batch, inputs) * (1 + 1e-6 * (len(batch.token_ids) == 13))
 
     checked = runner(tiny_llama(), Uneven)
     with pytest.raises(ConfigurationError, match="does not hold on this machine"):
