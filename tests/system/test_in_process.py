@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not has_kernels(), reason="PyTorch's operators a
 DRAFTERS = {
     "shared": ("draft.placement=in-process", "draft.in_process_threads=shared"),
     "own": ("draft.placement=in-process", "draft.in_process_threads=own"),
-    "eagle": ("draft.drafter=eagle", "draft.model=outrider-eagle-12m"),
+    "eagle": ("draft.placement=in-process", "draft.drafter=eagle", "draft.model=outrider-eagle-12m"),
 }
 
 

@@ -122,7 +122,7 @@ def test_a_whole_answer(simulated: LocalCluster, collector: Collector) -> None:
 
 def test_a_streamed_answer(simulated: LocalCluster, collector: Collector) -> None:
     trace_id, headers = new_trace()
-    body = {"prompt": "a b c", "max_tokens": 100, "stream": True}
+    body = {"prompt": "a b c", "max_tokens": 100, "stream": True, "seed": 7}
     httpx.post(f"{simulated.url}/v1/completions", json=body, headers=headers, timeout=60)
     spans = collector.wait_for(trace_id, 6)
     check_one_choice(spans, "/v1/completions", 100)
@@ -132,9 +132,9 @@ def test_a_streamed_answer(simulated: LocalCluster, collector: Collector) -> Non
 @pytest.mark.parametrize(
     ("path", "fields"),
     [
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 100}),
-        ("/v1/responses", {"input": "a", "max_output_tokens": 100}),
-        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 100}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 100, "seed": 7}),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 100, "seed": 7}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 100, "seed": 7}),
     ],
 )
 def test_each_api_of_chats_has_spans(
