@@ -21,8 +21,7 @@ from cluster.engine.loader import LoadedModel, Progress
 from cluster.engine.medusa import MedusaHeads, load_medusa_heads, read_medusa_names
 from cluster.engine.model_config import ModelConfig
 from cluster.engine.mtp import load_mtp_head, read_mtp_config
-from cluster.engine.quantization import Quantization
-from cluster.engine.runner import ModelRunner, kv_cache_budget, load_weights
+from cluster.engine.runner import ModelRunner, kv_cache_budget, load_weights, quantization_of
 from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder
 from cluster.vllm.compatibility import DRAFTER, check
@@ -133,7 +132,7 @@ def load_heads(config: Config, target: LoadedModel) -> DecoderHead | MedusaHeads
     """
     draft = config.draft
     _check_shared(config, target)
-    quantization = draft.quantization and Quantization.named(draft.quantization, draft.quantization_group_size)
+    quantization = quantization_of(draft)
     if draft.drafter == "mtp":
         return load_mtp_head(resolve_model_folder(config.target.model), target, quantization)
     load = load_medusa_heads if draft.drafter == "medusa" else load_eagle_head

@@ -30,6 +30,7 @@ class _Cache:
 
     block_table: list[int]
     num_computed_tokens: int  # computed tokens among the committed tokens; all of these if there are drafts
+    root: bytes | None  # root of the hashes of the blocks
     computed_nodes: set[int] = field(default_factory=set)
     counts: TokenCounts | None = None  # counts of the committed tokens, for penalties
 
@@ -97,11 +98,11 @@ class ModelDrafter(Drafter):
         if len(self._caches) >= self._limits.max_num_seqs or len(sequence.token_ids) >= self.max_model_len:
             return False
         num_tokens = min(len(sequence.token_ids) + sequence.window, self.max_model_len) - self._num_without_place
-        token_ids = sequence.token_ids[self._num_without_place :]
-        allocated = self._runner.blocks.allocate_for(token_ids, num_tokens, root=self._root(sequence))
+        token_ids, root = sequence.token_ids[self._num_without_place :], self._root(sequence)
+        allocated = self._runner.blocks.allocate_for(token_ids, num_tokens, root=root)
         if allocated is None:
             return False
-        self._caches[sequence] = _Cache(*allocated)
+        self._caches[sequence] = _Cache(*allocated, root)
         return True
 
     def draft(self, sequences: Sequence[DraftSequence]) -> list[DraftSequence]:
@@ -171,8 +172,7 @@ class ModelDrafter(Drafter):
         cache, blocks, first = self._caches[sequence], self._runner.blocks, self._num_without_place
         if not blocks.grow(cache.block_table, len(sequence.token_ids) - first):
             return False
-        root = self._root(sequence)
-        blocks.cache(cache.block_table, sequence.token_ids, cache.num_computed_tokens, root, first)
+        blocks.cache(cache.block_table, sequence.token_ids, cache.num_computed_tokens, cache.root, first)
         return True
 
     def _num_uncomputed(self, sequence: DraftSequence) -> int:

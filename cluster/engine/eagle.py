@@ -82,13 +82,18 @@ def _captured_layers(folder: Path, values: Mapping[str, Any], num_layers: int) -
     """Returns, for each state that an EAGLE-3 head reads, how many of the target's `num_layers` layers precede it."""
     if _option(values, "use_aux_hidden_state") is False:
         return (AFTER_NORM,)
-    named = _option(values, "eagle_aux_hidden_state_layer_ids") or (2, num_layers // 2, num_layers - 3)
+    named = _option(values, "eagle_aux_hidden_state_layer_ids") or usual_layers(num_layers)
     if not all(type(layer) is int and 0 <= layer <= num_layers for layer in named):
         raise ConfigurationError(
             f"{folder}: the head reads the states after {list(named)} layers, but its target has {num_layers}: set "
             "eagle_aux_hidden_state_layer_ids in its config.json"
         )
     return tuple(named)
+
+
+def usual_layers(num_layers: int) -> tuple[int, int, int]:
+    """Returns how many of a target's `num_layers` layers precede each state that EAGLE-3 reads, if nothing is set."""
+    return 2, num_layers // 2, num_layers - 3
 
 
 def load_eagle_head(folder: Path, target: LoadedModel, quantization: Quantization | None = None) -> DecoderHead:

@@ -129,7 +129,7 @@ def load_weights(
     """
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device, on_cpu=dtype_on_cpu)
-    quantization = config.quantization and Quantization.named(config.quantization, config.quantization_group_size)
+    quantization = quantization_of(config)
     folder = resolve_model_folder(config.model)
     return load_model(
         folder,
@@ -143,6 +143,11 @@ def load_weights(
         rows=rows,
         num_outputs=num_outputs,
     )
+
+
+def quantization_of(config: WorkerConfig) -> Quantization | None:
+    """Returns the quantization of the layers that `config` sets; None if it sets none."""
+    return config.quantization and Quantization.named(config.quantization, config.quantization_group_size)
 
 
 def recorded_bytes(config: WorkerConfig, model: LoadedModel) -> int:

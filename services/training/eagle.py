@@ -22,6 +22,7 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
+from cluster.engine.eagle import usual_layers
 from services.training.trainer import LossFunction
 
 _LEAST_PROBABILITY = 1e-9  # lower bound of probabilities in the loss, because its gradient divides by them
@@ -153,7 +154,7 @@ def captured_layers(num_layers: int) -> tuple[int, ...]:
 
     The numbers are those of EAGLE-3 if the target has enough layers for three different states.
     """
-    usual = (2, num_layers // 2, num_layers - 3)
+    usual = usual_layers(num_layers)
     return usual if 2 < usual[1] < usual[2] else tuple(sorted({1, num_layers // 2, num_layers - 1}))
 
 

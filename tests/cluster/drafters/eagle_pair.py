@@ -25,6 +25,8 @@ from cluster.engine.model_config import AFTER_NORM
 from cluster.engine.runner import ModelRunner
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
+from tests.cluster.engine.eagle_heads import Tensors, captured_layers, draft_logits
+from tests.cluster.engine.tokens import random_tokens
 
 CPU = torch.device("cpu")
 K = 4
@@ -100,6 +102,26 @@ def states_of(target_folder: Path, token_ids: list[int], layers: tuple[int, ...]
     model.model.norm.register_forward_pre_hook(lambda module, inputs: before.append(inputs[0][0]))
     last = model.model(torch.tensor([token_ids])).last_hidden_state[0]
     return torch.cat([last if layer == AFTER_NORM else before[layer] for layer in layers], dim=-1)
+
+
+def reference_drafts(published: str, tensors: Tensors, target_folder: Path, token_ids: list[int]) -> list[int]:
+    """Returns the K greedy drafts after `token_ids` of a head with `tensors`, by the reference computation."""
+    states = states_of(target_folder, token_ids[:-1], captured_layers(published))
+    found = draft_logits(published, tensors, *ends_of(target_folder), states, token_ids, K)
+    return [int(logits.argmax()) for logits in found]
+
+
+def check_without_states(pair: Pair) -> None:
+    """Checks that the drafter proposes nothing while the target has no states of a sequence, and drafts afterwards."""
+    sequence = pair.open(random_tokens(5, 20))
+    known, pair.computed = pair.computed, {}
+    assert not pair.drafter.draft([sequence])
+    assert sequence.is_exhausted
+    assert sequence.lacks_states
+    pair.computed = known
+    pair.commit(sequence, [9])
+    assert not sequence.is_exhausted
+    pair.draft(sequence)
 
 
 def ends_of(target_folder: Path) -> tuple[torch.Tensor, torch.Tensor]:

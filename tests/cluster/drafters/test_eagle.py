@@ -18,8 +18,17 @@ from cluster.engine.model import Model, TorchModel
 from cluster.engine.model_config import AFTER_NORM
 from cluster.engine.runner import ModelRunner
 from cluster.errors import ConfigurationError
-from tests.cluster.drafters.eagle_pair import BLOCK_SIZE, FORMS, K, Pair, ends_of, states_of
-from tests.cluster.engine.eagle_heads import FORMATS, TARGET_LAYERS, captured_layers, draft_logits, save_head
+from tests.cluster.drafters.eagle_pair import (
+    BLOCK_SIZE,
+    FORMS,
+    K,
+    Pair,
+    check_without_states,
+    ends_of,
+    reference_drafts,
+    states_of,
+)
+from tests.cluster.engine.eagle_heads import FORMATS, TARGET_LAYERS, captured_layers, save_head
 from tests.cluster.engine.tokens import random_tokens
 
 CPU = torch.device("cpu")
@@ -57,15 +66,11 @@ def test_drafts_are_those_of_the_head_written_out(
 ) -> None:
     tensors = save_head(tmp_path, published)
     pair = Pair(target_folder, tmp_path, form)
-    embedding, output = ends_of(target_folder)
-    layers = captured_layers(published)
     texts = [random_tokens(seed, length) for seed, length in ((1, 23), (2, 40), (3, 2))]
     sequences = [pair.open(text, wire_id) for wire_id, text in enumerate(texts, start=1)]
 
     def expected(token_ids: list[int]) -> list[int]:
-        states = states_of(target_folder, token_ids[:-1], layers)
-        found = draft_logits(published, tensors, embedding, output, states, token_ids, K)
-        return [int(logits.argmax()) for logits in found]
+        return reference_drafts(published, tensors, target_folder, token_ids)
 
     assert pair.draft(*sequences) == [expected(text) for text in texts]
     # Two drafts are accepted, then none, then all. Each time the head continues from the target's states.
@@ -116,22 +121,12 @@ def _along(
 
 def test_without_the_targets_states_it_proposes_nothing(target_folder: Path, tmp_path: Path) -> None:
     save_head(tmp_path, "eagle")
-    pair = Pair(target_folder, tmp_path, TorchModel)
-    sequence = pair.open(random_tokens(5, 20))
-    known, pair.computed = pair.computed, {}
-    assert not pair.drafter.draft([sequence])
-    assert sequence.is_exhausted
-    assert sequence.lacks_states
-    pair.computed = known
-    pair.commit(sequence, [9])
-    assert not sequence.is_exhausted
-    pair.draft(sequence)
+    check_without_states(Pair(target_folder, tmp_path, TorchModel))
 
 
 def test_prefixes_are_shared_only_by_what_is_equal_before_and_in_them(target_folder: Path, tmp_path: Path) -> None:
     tensors = save_head(tmp_path, "eagle")
     pair = Pair(target_folder, tmp_path, TorchModel)
-    embedding, output = ends_of(target_folder)
     text = random_tokens(6, 30)
     others = [text[:21] + random_tokens(7, 9), [text[0] ^ 1, *text[1:]], [*text[:20], text[20] ^ 1, *text[21:]]]
     first = pair.open(text)
@@ -143,9 +138,7 @@ def test_prefixes_are_shared_only_by_what_is_equal_before_and_in_them(target_fol
         sequence = pair.open(other, wire_id)
         # Place 19 has token 20 of the text; a block of 4 ends there.
         assert pair.head.blocks.num_hit_tokens - hits == (20, 0, 16)[wire_id - 2]
-        states = states_of(target_folder, other[:-1], (AFTER_NORM,))
-        expected = draft_logits("eagle", tensors, embedding, output, states, other, K)
-        assert pair.draft(sequence) == [[int(logits.argmax()) for logits in expected]]
+        assert pair.draft(sequence) == [reference_drafts("eagle", tensors, target_folder, other)]
 
 
 @pytest.mark.parametrize(

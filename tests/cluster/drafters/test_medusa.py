@@ -19,7 +19,7 @@ from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.speculation.sampling import Sampler, SampleRequest
 from cluster.wire.messages import Open, SpeculateReply, SpeculateRequest
-from tests.cluster.drafters.eagle_pair import CPU, FORMS, LIMITS, K, Pair, ends_of, states_of
+from tests.cluster.drafters.eagle_pair import CPU, FORMS, LIMITS, K, Pair, check_without_states, ends_of, states_of
 from tests.cluster.engine.further_heads import MEDUSA_FORMATS, NUM_HEADS, medusa_logits, save_medusa_heads
 from tests.cluster.engine.tokens import random_tokens
 
@@ -111,15 +111,7 @@ def test_more_tokens_than_heads_give_a_shorter_proposal_at_once(
 
 def test_without_the_targets_states_it_proposes_nothing(target_folder: Path, tmp_path: Path) -> None:
     pair, _ = _pair(target_folder, tmp_path, "published", TorchModel)
-    sequence = pair.open(random_tokens(5, 20))
-    known, pair.computed = pair.computed, {}
-    assert not pair.drafter.draft([sequence])
-    assert sequence.is_exhausted
-    assert sequence.lacks_states
-    pair.computed = known
-    pair.commit(sequence, [9])
-    assert not sequence.is_exhausted
-    pair.draft(sequence)
+    check_without_states(pair)
 
 
 def test_a_sequence_ends_at_the_models_limit(target_folder: Path, tmp_path: Path) -> None:

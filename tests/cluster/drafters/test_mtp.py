@@ -12,8 +12,8 @@ from cluster.engine.loader import load_model
 from cluster.engine.model import Model
 from cluster.engine.mtp import load_mtp_head
 from cluster.errors import ConfigurationError
-from tests.cluster.drafters.eagle_pair import CPU, FORMS, K, Pair, ends_of, states_of
-from tests.cluster.engine.eagle_heads import TARGET_LAYERS, Tensors, draft_logits
+from tests.cluster.drafters.eagle_pair import CPU, FORMS, K, Pair, reference_drafts
+from tests.cluster.engine.eagle_heads import TARGET_LAYERS, Tensors
 from tests.cluster.engine.further_heads import save_mtp_target
 from tests.cluster.engine.tokens import random_tokens
 
@@ -29,24 +29,19 @@ def target(qwen_folder: Path, tmp_path: Path) -> tuple[Path, Tensors]:
     return tmp_path, save_mtp_target(tmp_path, qwen_folder)
 
 
-def _expected(folder: Path, tensors: Tensors, token_ids: list[int]) -> list[int]:
-    states = states_of(folder, token_ids[:-1], (TARGET_LAYERS,))
-    found = draft_logits("mtp", tensors, *ends_of(folder), states, token_ids, K)
-    return [int(logits.argmax()) for logits in found]
-
-
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
 def test_drafts_are_those_of_the_module_written_out(form: type[Model], target: tuple[Path, Tensors]) -> None:
     folder, tensors = target
     pair = Pair(folder, folder, form, load_mtp_head)
     texts = [random_tokens(seed, length) for seed, length in ((1, 23), (2, 40), (3, 2))]
     sequences = [pair.open(text, wire_id) for wire_id, text in enumerate(texts, start=1)]
-    assert pair.draft(*sequences) == [_expected(folder, tensors, text) for text in texts]
+    assert pair.draft(*sequences) == [reference_drafts("mtp", tensors, folder, text) for text in texts]
     for accepted in (2, 0, K):
         for sequence in sequences:
             pair.commit(sequence, [*sequence.draft_token_ids[:accepted], 7])
         assert pair.draft(*sequences) == [
-            _expected(folder, tensors, sequence.token_ids[: sequence.num_committed]) for sequence in sequences
+            reference_drafts("mtp", tensors, folder, sequence.token_ids[: sequence.num_committed])
+            for sequence in sequences
         ]
 
 

@@ -107,6 +107,8 @@ def save_head(folder: Path, form: str, seed: int = 0, max_len: int = 16) -> Tens
 
 def captured_layers(form: str) -> tuple[int, ...]:
     """Returns how many layers precede each state that a head of `form` reads; -1: the state after the last norm."""
+    if form == "mtp":
+        return (TARGET_LAYERS,)
     if form.startswith("speculators"):
         return 1, 3, 5
     return (2, 4, 5) if form == "eagle3" else (-1,)

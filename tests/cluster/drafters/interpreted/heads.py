@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from cluster.engine.triton_model import TritonModel
-from tests.cluster.drafters.eagle_pair import K, Pair, ends_of, states_of
-from tests.cluster.engine.eagle_heads import TARGET_LAYERS, captured_layers, draft_logits, save_head
+from tests.cluster.drafters.eagle_pair import Pair, reference_drafts
+from tests.cluster.engine.eagle_heads import TARGET_LAYERS, save_head
 from tests.cluster.engine.tokens import random_tokens
 from tests.interpreter import spare_bookkeeping
 
@@ -26,8 +26,7 @@ def test_a_head_drafts_in_triton(published: str, tiny_folder: Callable[..., Path
     pair = Pair(target_folder, tmp_path, TritonModel)
     sequence = pair.open(random_tokens(1, 23))
     for _ in range(2):
-        states = states_of(target_folder, sequence.token_ids[:-1], captured_layers(published))
-        expected = draft_logits(published, tensors, *ends_of(target_folder), states, sequence.token_ids, K)
+        expected = reference_drafts(published, tensors, target_folder, list(sequence.token_ids))
         (drafts,) = pair.draft(sequence)
-        assert drafts == [int(logits.argmax()) for logits in expected]
+        assert drafts == expected
         pair.commit(sequence, [*drafts[:2], 7])
