@@ -32,6 +32,7 @@ from cluster.coordination.base import Link, LinkPool, LinkState
 from cluster.coordination.depths import DepthPlanner
 from cluster.coordination.link_value import LinkValue
 from cluster.coordination.openings import Openings
+from cluster.coordination.row_reservations import RowReservations
 from cluster.coordination.sequence import Round, SpeculativeSequence
 from cluster.coordination.speculation_gain import SpeculationGain
 from cluster.coordination.stats import CoordinatorStats
@@ -105,6 +106,8 @@ class Coordinator:
         self._began_at = 0.0
         self._waited_seconds = 0.0  # wait for proposals before this step
         self._collected: Mapping[SpeculativeSequence, Drafts] = {}  # drafts of the running step
+        self._verified: Mapping[SpeculativeSequence, Drafts] = {}  # the same; empty between steps
+        self._reservations = RowReservations(self.planner.steps, self.planner.max_depth)
         self._ended: list[_EndedStep] = []
 
     def know_step_times(self, times: Iterable[tuple[int, float]]) -> None:
@@ -137,10 +140,27 @@ class Coordinator:
         self._send()
         self.stats.other_seconds += time.thread_time() - started_at
 
-    def depth(self, sequence: SpeculativeSequence) -> int:
-        """Returns the maximum drafts of `sequence` in the planned step; 0 if none can be ready."""
-        may_come = sequence.link is not None and sequence.has_answered and not sequence.is_late
-        return self.planner.verified_depth(sequence) if may_come or sequence.num_ready else 0
+    def reserve(self, decoding: Sequence[SpeculativeSequence]) -> dict[SpeculativeSequence, int]:
+        """Reserves rows for the drafts of `decoding` in the planned step, for engines that need their number early.
+
+        Returns the number of rows by sequence. The step may be planned while the one before still runs.
+        """
+        depths = {}
+        for sequence in decoding:
+            sequence.reserved(sequence.depth)
+            may_come = sequence.link is not None and sequence.has_answered and not sequence.is_late
+            depths[sequence] = self.planner.verified_depth(sequence) if may_come or sequence.num_ready else 0
+        planner = self.planner
+        if planner.measures and planner.steps.is_known:
+            # A request that sets its number of drafts, and a probe, get rows for all.
+            free = {
+                s: n for s, n in depths.items() if n and s.num_speculative_tokens is None and s is not planner.probe
+            }
+            num_other_rows = len(depths) + sum(depths.values()) - sum(free.values())
+            for sequence, num_rows in self._reservations.reserve(free, self._verified, num_other_rows).items():
+                sequence.reserved(num_rows)
+                depths[sequence] = num_rows
+        return depths
 
     def collect(self, decoding: Sequence[SpeculativeSequence]) -> dict[SpeculativeSequence, Drafts]:
         """Returns for each sequence in `decoding` the drafts that the planned step verifies.
@@ -161,7 +181,7 @@ class Coordinator:
             self._take_events()
         self._waited_seconds = self.stats.wait_seconds - waited_before
         self._begun = self._uncounted = decoding
-        drafts = self._collected = self._drafts(decoding)
+        drafts = self._collected = self._verified = self._drafts(decoding)
         drafting_seconds = self._pool.drafting_seconds - drafting_before
         self.stats.critical_seconds += time.thread_time() - started_at - drafting_seconds
         return drafts
@@ -190,6 +210,7 @@ class Coordinator:
             self._openings.assign()
         self._send()
         if rounds or timing is not None:  # otherwise the step was empty
+            self._verified = {}
             is_as_planned = len(rounds) == len(self._begun) and not self._is_plain_step
             seconds, self._began_at = now - self._began_at, now
             self._ended.append(

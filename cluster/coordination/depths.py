@@ -227,7 +227,7 @@ class DepthPlanner:
 
     def verified_depth(self, sequence: SpeculativeSequence) -> int:
         """Returns the maximum number of draft tokens of `sequence` that this step verifies."""
-        return 0 if self.is_plain_step else sequence.depth
+        return 0 if self.is_plain_step else min(sequence.depth, sequence.num_rows)
 
     # Learning.
 

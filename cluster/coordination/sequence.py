@@ -58,6 +58,7 @@ class SpeculativeSequence:
     )
     expected_tokens: float = 1.0  # mean number of tokens that a round with `depth` drafts commits
     expected_by: Sequence[float] | None = None  # mean number for 0, 1, ... drafts; None: not computed yet
+    num_rows: int = sys.maxsize  # rows for drafts in the next step, where they are reserved before drafts are collected
 
     # The link.
     link: ActiveLink | None = None
@@ -98,6 +99,10 @@ class SpeculativeSequence:
 
     def planned(self, depth: int, template: Template | None, expected_tokens: float = 1.0) -> None:
         self.depth, self.template, self.expected_tokens, self.expected_by = depth, template, expected_tokens, None
+
+    def reserved(self, num_rows: int) -> None:
+        """Limits the drafts of the next step to `num_rows`."""
+        self.num_rows = num_rows
 
     def left(self) -> None:
         """Marks the sequence as ended. The planner no longer learns from its rounds."""

@@ -50,7 +50,7 @@ class Waits:
             if sequence.link is not None and runs_ahead and sequence.depth > 0 and sequence.has_answered:
                 sequence.link.num_ready.append(min(sequence.num_ready, sequence.num_levels))
                 sequence.link.num_asked.append(sequence.num_levels)
-        awaited = [s for s in decoding if s.is_awaited and s.depth > 0]
+        awaited = [s for s in decoding if s.is_awaited and self._planner.verified_depth(s) > 0]
         if any(s.awaited_since is None or s.has_answered for s in decoding):
             # Drafters of new sequences are still computing the prompts: the step does not wait for these proposals.
             for sequence in awaited:
@@ -112,14 +112,17 @@ class Waits:
         ready = [self._num_ready(s) for s in decoding]
         now_rows = len(decoding) + sum(ready)
         at_once = steps.curve.seconds(now_rows)
-        together = steps.curve.seconds(now_rows + sum(s.depth - self._num_ready(s) for s in awaited))
+        together = steps.curve.seconds(
+            now_rows + sum(self._planner.verified_depth(s) - self._num_ready(s) for s in awaited)
+        )
         tokens = sum(s.expected_of(number) for s, number in zip(decoding, ready, strict=True))
         more = sum(self._lost_tokens(sequence) for sequence in awaited)
         return (tokens + more) / (together + seconds_to_wait) >= tokens / at_once
 
     def _lost_tokens(self, sequence: SpeculativeSequence) -> float:
         """Returns the expected tokens of `sequence` that are lost if the step does not wait."""
-        tokens = sequence.expected_tokens - sequence.expected_of(self._num_ready(sequence))
+        most = self._planner.verified_depth(sequence)
+        tokens = sequence.expected_of(most) - sequence.expected_of(self._num_ready(sequence))
         return _LOST_SHARE * tokens if self._planner.runs_ahead else tokens
 
     def _num_ready(self, sequence: SpeculativeSequence) -> int:

@@ -50,6 +50,7 @@ class _Submitted:
 class AsyncRoundScheduler(RoundScheduler, AsyncScheduler):
     """`RoundScheduler` for vLLM's V2 runner."""
 
+    plans_early = True
     couples_drafts = True  # whether the runner's speculator is ours (`cluster.vllm.plugin`)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -96,7 +97,7 @@ class AsyncRoundScheduler(RoundScheduler, AsyncScheduler):
                 for name, number in self._landing.num_drafts.items()
             }
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        self._landed_at = time.perf_counter()
+        self._landed_at = self.clock()
         if self._submitted:
             self._collect(self._submitted[0])
         return outputs
@@ -175,7 +176,7 @@ class AsyncRoundScheduler(RoundScheduler, AsyncScheduler):
             if step.bound is not None:
                 if not self._open(step, [step.drafts.get(name, ()) for name in step.bound.request_ids]):
                     step.drafts.clear()
-                step.began_at = time.perf_counter()
+                step.began_at = self.clock()
 
     def _step_began_at(self) -> float:
         assert self._landing is not None

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from vllm.config.lora import LoRAConfig
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
@@ -100,6 +100,8 @@ class RoundScheduler(Scheduler):
     """vLLM's scheduler with rounds. A subclass may set `rounds`; with None, vLLM drafts by itself or not at all."""
 
     rounds: Rounds | None = None
+    plans_early: ClassVar = False  # True: a step is scheduled before its drafts are collected
+    clock: Callable[[], float] = staticmethod(time.perf_counter)  # in seconds
     running: list[Request]
     max_num_scheduled_tokens: int
 
@@ -157,13 +159,13 @@ class RoundScheduler(Scheduler):
         if self.rounds is not None:
             joining = {new.req_id for new in output.scheduled_new_reqs} | output.scheduled_cached_reqs.resumed_req_ids
             self.rounds.scheduled([r for r in self.running if r.is_prefill_chunk or r.request_id in joining])
-        self._scheduled_at = time.perf_counter()
+        self._scheduled_at = self.clock()
         return output
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        seconds = time.perf_counter() - self._step_began_at()
+        seconds = self.clock() - self._step_began_at()
         # Look the requests up first, because `update_from_output` removes finished requests.
         requests = {request_id: self.requests.get(request_id) for request_id in scheduler_output.num_scheduled_tokens}
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)

@@ -38,7 +38,9 @@ class PoolScheduler(RoundScheduler):
             max_num_batched_tokens=self.max_num_scheduled_tokens,
         )
         vocab_size = self.vllm_config.model_config.get_vocab_size()
-        return CoordinatedRounds(self.links, self._speculation, vocab_size, limits, step_times)
+        return CoordinatedRounds(
+            self.links, self._speculation, vocab_size, limits, step_times, reserves_rows=self.plans_early
+        )
 
     def stepped(self, step: EngineStep) -> None:
         """Called after each step."""

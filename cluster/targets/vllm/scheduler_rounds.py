@@ -72,12 +72,18 @@ class CoordinatedRounds:
         limits: StepLimits,
         step_times: Sequence[tuple[int, float]] = (),
         clock: Callable[[], float] = time.monotonic,
+        *,
+        reserves_rows: bool = False,
     ) -> None:
-        """`step_times`: pairs of rows and seconds, from steps before the first request."""
+        """`step_times`: pairs of rows and seconds, from steps before the first request.
+
+        `reserves_rows`: whether the number of rows of a step is fixed before its drafts are collected.
+        """
         self._links = links
         self._config = config
         self._vocab_size = vocab_size
         self._limits = limits
+        self._reserves_rows = reserves_rows
         self._clock = clock
         self._sequences: dict[str, SpeculativeSequence] = {}
         self._failures: Counter[str] = Counter()
@@ -114,7 +120,10 @@ class CoordinatedRounds:
     def plan(self, decoding: Sequence[Request], joining: Sequence[Request]) -> Mapping[str, int]:
         found = self._found(decoding)
         self._coordinator.plan(list(found.values()), self._known(joining))
-        return {request_id: self._coordinator.depth(sequence) for request_id, sequence in found.items()}
+        if not self._reserves_rows:
+            return {}  # the number of rows follows from the drafts
+        num_rows = self._coordinator.reserve(list(found.values()))
+        return {request_id: num_rows[sequence] for request_id, sequence in found.items()}
 
     @_contained
     def collect(self, decoding: Sequence[Request]) -> Mapping[str, Sequence[int]]:

@@ -346,7 +346,7 @@ def test_a_step_may_be_planned_before_the_one_before_it_has_ended(rounds: Rounds
     rounds.proposes(3, 4, 5, 6, 7)
     drafts = coordinator.begin([sequence])[sequence]
     coordinator.plan([sequence])
-    assert coordinator.depth(sequence) == K
+    assert coordinator.reserve([sequence]) == {sequence: K}
     cast(list[int], sequence.token_ids).extend([4, 9])
     coordinator.end([Round(sequence, drafts, [4, 9])])
     assert rounds.link.take_sent() == rounds.advance(3, 4, 9)
@@ -354,14 +354,24 @@ def test_a_step_may_be_planned_before_the_one_before_it_has_ended(rounds: Rounds
     assert list(coordinator.collect([sequence])[sequence].token_ids) == [10, 11, 12, 13]
 
 
+def test_a_request_that_sets_its_drafts_gets_all_its_rows(rounds: Rounds) -> None:
+    for num_rows in range(1, 9):
+        rounds.coordinator.planner.steps.curve.observe(num_rows, float(num_rows))  # a row takes as long as a step
+    rounds.proposes(3, 4, 5, 6, 7)
+    rounds.coordinator.plan([rounds.sequence])
+    assert rounds.coordinator.reserve([rounds.sequence]) == {rounds.sequence: K}
+
+
 def test_no_rows_are_planned_for_drafts_that_cannot_come(rounds: Rounds) -> None:
     rounds.coordinator.plan([rounds.sequence])
-    assert rounds.coordinator.depth(rounds.sequence) == 0  # its drafter still computes the prompt
+    assert rounds.coordinator.reserve([rounds.sequence]) == {
+        rounds.sequence: 0
+    }  # its drafter still computes the prompt
     rounds.proposes(3, 4, 5, 6, 7)
     rounds.drafts()
     rounds.pool.happens(rounds.link, LinkState.DOWN)
     rounds.coordinator.plan([rounds.sequence])
-    assert rounds.coordinator.depth(rounds.sequence) == 0
+    assert rounds.coordinator.reserve([rounds.sequence]) == {rounds.sequence: 0}
 
 
 def test_what_a_grammar_adds_says_nothing_about_the_drafter() -> None:

@@ -1,0 +1,121 @@
+"""Reserves rows for drafts in a step that is scheduled while the step before it still runs.
+
+vLLM's asynchronous scheduler submits a step before its drafts are known (`cluster.vllm.async_scheduler`). A row costs
+the same time if its draft does not come. So rows are added in the order of their worth: the probability that the draft
+comes, times the probability that it is accepted. Their number is the one with the most tokens per second.
+
+Whether drafts come depends on what the running step verifies. A drafter that does not run ahead has none for a sequence
+whose drafts are being verified.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from enum import Enum
+
+import numpy as np
+
+from cluster.coordination.sequence import SpeculativeSequence
+from cluster.speculation.acceptance_model import FloatArray, PositionRates
+from cluster.speculation.drafts import Drafts
+from cluster.speculation.step_times import StepTimes
+
+# Decay of the counts per step. Rows that were not worth their time are tried again after some hundred steps.
+_DECAY = 0.98
+
+
+class _Running(Enum):
+    """Drafts of a sequence that the running step verifies."""
+
+    NOTHING = 0
+    ALL = 1  # nothing of the proposal is left after the step
+    PART = 2  # if all are accepted, tokens of the proposal are left
+
+
+class RowReservations:
+    """Reserves rows for each step, and learns how many drafts come. Must only be used by the engine's thread."""
+
+    def __init__(self, steps: StepTimes, max_depth: int) -> None:
+        self._steps = steps
+        # By number of drafts, from 1: how often a sequence had that many rows, and how often that many drafts came.
+        self._tried = {running: np.ones(max_depth) for running in _Running}
+        self._came = {running: np.ones(max_depth) for running in _Running}
+        self._reserved: dict[SpeculativeSequence, tuple[_Running, int]] = {}
+
+    def reserve(
+        self,
+        depths: Mapping[SpeculativeSequence, int],
+        verified: Mapping[SpeculativeSequence, Drafts],
+        num_other_rows: int,
+    ) -> dict[SpeculativeSequence, int]:
+        """Returns the number of rows for the drafts of each sequence in the next step.
+
+        `depths`: the most drafts of each sequence; `verified`: drafts that the running step verifies, empty if none
+        runs. `num_other_rows`: rows of the step that are not for these drafts.
+        """
+        if verified:
+            self._learn(verified)
+        groups: dict[tuple[_Running, PositionRates], list[SpeculativeSequence]] = defaultdict(list)
+        for sequence in depths:
+            assert sequence.acceptance is not None
+            groups[_running(sequence, verified), sequence.acceptance.shared].append(sequence)
+        rows = {}
+        self._reserved = {}
+        for (running, rates), most in self._most_rows(groups, depths, num_other_rows).items():
+            for sequence in groups[running, rates]:
+                rows[sequence] = min(depths[sequence], most)
+                self._reserved[sequence] = running, rows[sequence]
+        return rows
+
+    def _learn(self, verified: Mapping[SpeculativeSequence, Drafts]) -> None:
+        """Learns from the drafts that came for the last reserved rows."""
+        seen = Counter(
+            (running, num_rows, min(num_rows, len(verified[sequence])))
+            for sequence, (running, num_rows) in self._reserved.items()
+            if sequence in verified
+        )
+        for counts in (*self._tried.values(), *self._came.values()):
+            counts *= _DECAY
+        for (running, num_rows, num_came), number in seen.items():
+            self._tried[running][:num_rows] += number
+            self._came[running][:num_came] += number
+
+    def _most_rows(
+        self,
+        groups: Mapping[tuple[_Running, PositionRates], Sequence[SpeculativeSequence]],
+        depths: Mapping[SpeculativeSequence, int],
+        num_other_rows: int,
+    ) -> dict[tuple[_Running, PositionRates], int]:
+        """Returns the maximum rows for drafts of a sequence of each group."""
+        added = []  # worth of a row, number of rows, group
+        for group, sequences in groups.items():
+            running, rates = group
+            worth = self._chances(running) * np.cumprod(rates.rates)
+            for place in range(max(depths[sequence] for sequence in sequences)):
+                number = sum(depths[sequence] > place for sequence in sequences)
+                added.append((float(worth[place]), number, group))
+        added.sort(key=lambda row: row[0], reverse=True)
+        worths, numbers = np.array([row[0] for row in added]), np.array([row[1] for row in added], np.int64)
+        tokens = num_other_rows + np.cumsum(np.concatenate([[0.0], worths * numbers]))
+        seconds = self._steps.curve.at(num_other_rows + np.cumsum(np.concatenate([[0], numbers])))
+        best = int(np.argmax(tokens / seconds))
+        most = dict.fromkeys(groups, 0)
+        for _, _, group in added[:best]:
+            most[group] += 1
+        return most
+
+    def _chances(self, running: _Running) -> FloatArray:
+        """Returns for each number of drafts, from 1, the probability that at least this number comes."""
+        # One try that was met is added: rows that have not been tried for long are tried again.
+        chances = (self._came[running] + 1.0) / (self._tried[running] + 1.0)
+        return np.asarray(np.minimum.accumulate(chances), np.float64)
+
+
+def _running(sequence: SpeculativeSequence, verified: Mapping[SpeculativeSequence, Drafts]) -> _Running:
+    drafts = verified.get(sequence)
+    if not drafts:
+        return _Running.NOTHING
+    num_proposed = 0 if sequence.proposal is None else len(sequence.proposal.token_ids)
+    num_committed = len(drafts) + 1  # if all are accepted
+    return _Running.PART if num_proposed > num_committed else _Running.ALL
