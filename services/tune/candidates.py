@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from cluster.config import Config
@@ -11,6 +11,7 @@ from cluster.diagnosis.findings import Finding
 _CACHE_FACTORS = (2, 4)
 _MIN_LAYERS = 2  # minimum number of layers that layer-skip keeps
 
+Settings = tuple[str, ...]  # SECTION.KEY=VALUE
 SearchLayers = Callable[[Config], Sequence[int]]
 "Finds the layers that layer-skip should keep."
 
@@ -19,7 +20,7 @@ SearchLayers = Callable[[Config], Sequence[int]]
 class SettingsCandidate:
     """Settings that may make a cluster faster, and the reason."""
 
-    settings: tuple[str, ...]  # SECTION.KEY=VALUE
+    settings: Settings
     why: str
 
     @property
@@ -27,9 +28,17 @@ class SettingsCandidate:
         return ", ".join(self.settings)
 
 
-def candidates(config: Config, findings: Sequence[Finding], search_layers: SearchLayers) -> Iterator[SettingsCandidate]:
-    """Yields the settings that may solve each of `findings`, in their order; each candidate once."""
-    seen: set[tuple[str, ...]] = set()
+def candidates(
+    config: Config, findings: Sequence[Finding], search_layers: SearchLayers, drafts: Iterable[Settings] = ()
+) -> Iterator[SettingsCandidate]:
+    """Yields the settings of `drafts`, then those that may solve each of `findings`, in their order.
+
+    Yields each candidate once.
+    """
+    seen: set[Settings] = set()
+    for settings in drafts:
+        seen.add(settings)
+        yield SettingsCandidate(settings, "a draft to compare")
     for finding in findings:
         for settings in _REMEDIES.get(finding.name, _none)(config, search_layers):
             if settings not in seen:
@@ -37,22 +46,21 @@ def candidates(config: Config, findings: Sequence[Finding], search_layers: Searc
                 yield SettingsCandidate(settings, finding.name)
 
 
-Settings = Iterator[tuple[str, ...]]
-_Remedy = Callable[[Config, SearchLayers], Settings]
+_Remedy = Callable[[Config, SearchLayers], Iterator[Settings]]
 
 
-def _none(config: Config, search_layers: SearchLayers) -> Settings:
+def _none(config: Config, search_layers: SearchLayers) -> Iterator[Settings]:
     return iter(())
 
 
-def _threads(config: Config, search_layers: SearchLayers) -> Settings:
+def _threads(config: Config, search_layers: SearchLayers) -> Iterator[Settings]:
     for pool, worker in (("target", config.target), ("draft", config.draft)):
         if worker.threads is not None:
             yield (f"{pool}.threads=null",)
 
 
 def _cache_of(pool: str) -> _Remedy:
-    def remedy(config: Config, search_layers: SearchLayers) -> Settings:
+    def remedy(config: Config, search_layers: SearchLayers) -> Iterator[Settings]:
         worker = config.target if pool == "target" else config.draft
         if worker.kv_cache_bytes is not None:
             for factor in _CACHE_FACTORS:
@@ -63,7 +71,7 @@ def _cache_of(pool: str) -> _Remedy:
     return remedy
 
 
-def _another_draft(config: Config, search_layers: SearchLayers) -> Settings:
+def _another_draft(config: Config, search_layers: SearchLayers) -> Iterator[Settings]:
     """Returns the settings of another draft that needs no training."""
     drafter = config.draft.drafter
     if drafter != "ngram":
@@ -78,7 +86,7 @@ def _another_draft(config: Config, search_layers: SearchLayers) -> Settings:
         yield "draft.drafter=layer-skip", kept, "draft.quantization=null"  # an earlier trial may have set it
 
 
-def _cheaper_draft(config: Config, search_layers: SearchLayers) -> Settings:
+def _cheaper_draft(config: Config, search_layers: SearchLayers) -> Iterator[Settings]:
     if config.draft.drafter in ("model", "eagle", "mtp") and config.draft.quantization is None:
         yield ("draft.quantization=int8",)
         yield ("draft.quantization=int4",)
@@ -86,7 +94,7 @@ def _cheaper_draft(config: Config, search_layers: SearchLayers) -> Settings:
     yield from _another_draft(config, search_layers)
 
 
-def _nearer_draft(config: Config, search_layers: SearchLayers) -> Settings:
+def _nearer_draft(config: Config, search_layers: SearchLayers) -> Iterator[Settings]:
     placement, drafter = config.draft.placement, config.draft.drafter
     is_torch = config.target.engine == "torch" and drafter in ("model", "self-int4", "layer-skip", "ngram")
     if is_torch and placement != "in-process" and config.draft.replicas == config.target.replicas:

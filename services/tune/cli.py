@@ -28,7 +28,7 @@ from services.running_cluster.access import Access
 from services.running_cluster.load import LoadMaker
 from services.running_cluster.workers import look_around
 from services.terminal import as_line
-from services.tune.candidates import SettingsCandidate, candidates
+from services.tune.candidates import Settings, SettingsCandidate, candidates
 
 _NUM_TEXTS = 4  # texts for the search of layers
 _LEAST_GAIN = 1.03  # minimum gain to keep a setting: less may be chance
@@ -61,16 +61,24 @@ class Trial:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Starts the cluster of a configuration on this machine, lets the doctor examine it, tries the settings that "
-        "may solve its findings, each against the best so far, and writes a configuration with those that were "
-        "faster. None of them changes a token of an answer, except for threads where PyTorch's operators compute "
-        "in place of the kernels: their rounding depends on the number of threads."
+        "Starts the cluster of a configuration on this machine, lets the doctor examine it, tries the drafts that are "
+        "given and the settings that may solve its findings, each against the best so far, and writes a configuration "
+        "with those that were faster. None of them changes a token of an answer, except for threads where PyTorch's "
+        "operators compute in place of the kernels: their rounding depends on the number of threads."
     )
     parser.epilog = "example: outrider tune --set target.threads=8 --out tuned.yaml"
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML configuration (default: all defaults)")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="YAML configuration to write")
     load = add_load_arguments(parser)
+    parser.add_argument(
+        "--draft",
+        dest="drafts",
+        action="append",
+        default=[],
+        metavar="MODEL",
+        help="a draft model, one that drafts in one pass, or a head (EAGLE, Medusa) to compare; may be repeated",
+    )
     load.add_argument("--trials", type=above_zero(int), default=3, metavar="N", help="repeats of a trial; default 3")
 
 
@@ -82,6 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     free = [f"{name}=0" for name in ("router.port", "target.metrics_port", "draft.metrics_port")]
     overrides = [*arguments.overrides, *free, "router.admin_listen=null", "logging.level=warning"]
     config = load_config(arguments.config, overrides, os.environ)
+    drafts = _draft_settings(config, arguments.drafts)
     with LocalCluster(config) as cluster:
         cluster.wait_ready()
         report = examine_cluster(
@@ -99,13 +108,13 @@ def run(arguments: argparse.Namespace) -> int:
         print(as_line(f"{finding.name}: {finding.what}"))
     chosen: list[str] = []
     trials: list[Trial] = []
-    for candidate in candidates(config, report.findings, lambda config: _search_layers(config, prompts)):
+    for candidate in candidates(config, report.findings, lambda config: _search_layers(config, prompts), drafts):
         trial = _try(arguments, [*overrides, *chosen], candidate, prompts)
         trials.append(trial)
         print(as_line(trial.line()), flush=True)
         if trial.is_better:
             chosen += candidate.settings
-    if not report.findings:
+    if not (report.findings or drafts):
         print("The doctor finds nothing wrong: there is nothing to try.")
     _write(arguments, chosen, trials)
     return 0 if chosen else 1
@@ -140,6 +149,14 @@ def _try(
     except (ConfigurationError, UnavailableError) as error:
         return Trial(candidate, (), str(error))
     return Trial(candidate, tuple(ratios))
+
+
+def _draft_settings(config: Config, drafts: Sequence[str]) -> Sequence[Settings]:
+    if config.target.engine == "simulated":
+        return ()
+    from services.tune.drafts import draft_settings  # it imports torch
+
+    return list(draft_settings(config.target.model, drafts))
 
 
 def _search_layers(config: Config, prompts: Sequence[str]) -> Sequence[int]:
