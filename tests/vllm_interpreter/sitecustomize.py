@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
+
+_PAUSE_S = 0.002  # a step takes the interpreter a tenth of a second
 
 
 def _add_backend(backends: ModuleType) -> None:
@@ -68,6 +71,11 @@ def _stay_asynchronous(cpu: ModuleType) -> None:
     cpu.CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
 
 
+def _sleep_while_waiting(queues: ModuleType) -> None:
+    """Has vLLM's processes sleep between two looks into their queues, where they would compute."""
+    queues.sched_yield = lambda: time.sleep(_PAUSE_S)  # type: ignore[attr-defined]
+
+
 class _After(MetaPathFinder):
     """Imports a module as ever, then does something to it."""
 
@@ -96,4 +104,5 @@ if os.environ.get("TRITON_INTERPRET") == "1":
         _After("triton.backends", _add_backend),
         _After("triton", _spare_bookkeeping),
         _After("vllm.platforms.cpu", _stay_asynchronous),
+        _After("vllm.distributed.device_communicators.shm_broadcast", _sleep_while_waiting),
     ]

@@ -8,6 +8,7 @@ import pytest
 
 from bench.workload import held_out_prompts
 from cluster.model_folder import resolve_model_folder
+from tests.soak import length
 
 from .scheduled_engine import run_program
 from .test_bound_steps import ENGINE, NUM_CASES
@@ -16,6 +17,11 @@ from .test_exactness import SAMPLING
 METHODS = {
     "draft model": {"method": "draft_model", "model": str(resolve_model_folder("outrider-draft-2m"))},
     "eagle": {"method": "eagle", "model": str(resolve_model_folder("outrider-eagle-12m"))},
+}
+# What decides about depths is the same code for both methods. Only a draft model has recorded steps, which are padded.
+WAYS = {
+    "draft model": ("without drafts", "of one depth", "tried", "chosen", "aborted", "padded"),
+    "eagle": ("without drafts", "of one depth", *length((), ("of several depths", "tried", "aborted")), "chosen"),
 }
 MAX_DRAFTS = 4
 
@@ -32,20 +38,17 @@ def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         "speculative_config": METHODS[request.param] | {"num_speculative_tokens": MAX_DRAFTS},
         "tensor_parallel_size": 1,  # the bundled draft has three heads
     }
-    return run_program(
-        "device_drafts_program", {"engine": ENGINE | own, "cases": cases}, tmp_path_factory.mktemp("plugin")
-    )
+    asked = {"engine": ENGINE | own, "cases": cases, "ways": WAYS[request.param]}
+    return run_program("device_drafts_program", asked, tmp_path_factory.mktemp("plugin"))
 
 
-@pytest.mark.parametrize("way", ["of one depth", "of several depths", "tried", "chosen", "padded"])
-def test_drafts_change_no_token(told: dict[str, dict[str, Any]], way: str) -> None:
-    assert told[way]["num_answers"] == NUM_CASES
-    assert told[way]["different"] == []
+def test_drafts_change_no_token(told: dict[str, dict[str, Any]]) -> None:
+    assert {way: line["different"] for way, line in told.items()} == {way: [] for way in told}
+    assert {line["num_answers"] for way, line in told.items() if way != "aborted"} == {NUM_CASES}
 
 
-def test_requests_that_are_aborted_change_no_other(told: dict[str, dict[str, Any]]) -> None:
-    assert 0 < told["aborted"]["num_answers"] < NUM_CASES
-    assert told["aborted"]["different"] == []
+def test_requests_were_aborted(told: dict[str, dict[str, Any]]) -> None:
+    assert "aborted" not in told or 0 < told["aborted"]["num_answers"] < NUM_CASES
 
 
 def test_drafts_are_accepted_where_the_target_draws(told: dict[str, dict[str, Any]]) -> None:
@@ -55,7 +58,7 @@ def test_drafts_are_accepted_where_the_target_draws(told: dict[str, dict[str, An
 
 def test_depth_changes_between_steps(told: dict[str, dict[str, Any]]) -> None:
     assert told["without drafts"]["depths"] == [0]
-    assert told["tried"]["depths"] == [0, 1, 2, MAX_DRAFTS]
+    assert "tried" not in told or told["tried"]["depths"] == [0, 1, 2, MAX_DRAFTS]
     assert told["chosen"]["drafted"] > 0
 
 
