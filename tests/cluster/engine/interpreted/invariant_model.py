@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.engine import triton_linear
+from cluster.engine import invariance, triton_linear
 from cluster.engine.batch import Segment, pack
 from cluster.engine.invariance import check_invariance
 from cluster.engine.kv_cache import KVCache
@@ -23,7 +23,7 @@ from tests.interpreter import spare_bookkeeping
 from tests.interpreter_dot import dot_in_order
 from tests.soak import length
 
-NUM_LAYERS = length(1, 2)  # layers of the models under test; the check runs about 60 steps
+NUM_LAYERS = length(1, 2)  # layers of the models under test
 FAMILIES = [{}, {"family": "qwen3"}, {"family": "qwen2"}]  # plain, with a norm of each head, with a bias
 
 
@@ -48,12 +48,20 @@ def test_the_same_logits_as_pytorchs(folder: Path) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
+@pytest.fixture
+def fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check decodes some of its tokens one by one, not all of them."""
+    monkeypatch.setattr(invariance, "_CUTS", length(([1] * 7 + [38], *invariance._CUTS[1:]), invariance._CUTS))
+
+
+@pytest.mark.usefixtures("fewer_steps")
 def test_it_passes_the_check(tiny_folder: Callable[..., Path]) -> None:
     runner = new_runner(tiny_folder(family="qwen3", num_hidden_layers=NUM_LAYERS))
     check_invariance(runner)
     assert runner.blocks.num_used_blocks == 0
 
 
+@pytest.mark.usefixtures("fewer_steps")
 def test_recorded_steps_pass_the_check(tiny_folder: Callable[..., Path]) -> None:
     runner = new_runner(tiny_folder(num_hidden_layers=NUM_LAYERS))
     assert isinstance(runner.model, InvariantTritonModel)
@@ -75,6 +83,7 @@ def test_a_product_that_depends_on_the_height_is_found(
         )
 
     product = triton_linear.product
+    monkeypatch.setattr(invariance, "_CUTS", ())  # all of them are lower
     monkeypatch.setattr(triton_linear, "product", uneven)
     with pytest.raises(ConfigurationError, match="does not hold"):
         check_invariance(new_runner(tiny_folder(num_hidden_layers=NUM_LAYERS)))

@@ -24,9 +24,7 @@ PAIRS = [
     for i, shape in enumerate(SHAPES)
     for j, num_rows in enumerate(NUM_ROWS)
 ]
-HEIGHTS = length(
-    (1, 2, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 128, 129), (*range(1, 18), 31, 32, 33, 47, 63, 64, 65, 128, 129)
-)
+HEIGHTS = length((1, 15, 16, 17, 33, 64, 65, 129), (*range(1, 18), 31, 32, 33, 47, 63, 64, 65, 128, 129))
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +75,9 @@ def test_a_row_has_the_same_bits_at_every_height(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(72, 1100), (130, 2048), (130, 64)])
+@pytest.mark.parametrize(
+    ("num_outputs", "num_inputs"), length([(72, 1100), (130, 64)], [(72, 1100), (130, 2048), (130, 64)])
+)
 def test_neither_the_tile_nor_the_programs_decide_a_bit(num_outputs: int, num_inputs: int, dtype: torch.dtype) -> None:
     x, weight, bias = operands(70, num_outputs, num_inputs, dtype)
     whole = product(x, weight, bias)
