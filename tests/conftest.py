@@ -57,6 +57,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         put_in_order(items)
 
 
+@pytest.hookimpl(optionalhook=True)  # interpreted kernels are tested without plugins
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByGroup | None:
     return ByGroup(config, log) if config.getoption("dist") == "loadscope" else None
 
