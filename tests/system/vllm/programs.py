@@ -85,6 +85,10 @@ class Programs:
             if target["problem"] is None and target["num_draft_links"] == target["num_draft_links_configured"]
         ]
 
+    def num_running(self) -> list[int]:
+        """Returns the number of running requests of each target, as the router knows it."""
+        return [target.get("running", 0) for target in self.health().get("targets", [])]
+
     def wait_ready(self) -> None:
         assert eventually(lambda: len(self.links()) == len(self.targets), READY_S, _PAUSE_S), self.state()
 

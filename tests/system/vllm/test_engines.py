@@ -18,20 +18,35 @@ from tests.system.vllm.conftest import SETTINGS
 from tests.system.vllm.programs import ONE_THREAD, READY_S
 from tests.waiting import eventually
 
+SHORT_OF_BLOCKS = {
+    "target.kv_cache_bytes": 4 * 2**20,
+    "target.max_model_len": 512,
+    "simulation.round_trip_ms": 15,
+}
+TWO_RANKS = {"target.tensor_parallel_size": 2}
+# An engine takes 40 s of a processor to start and to answer: `make test` has one for two settings of the target, and
+# drafts by a head for those by a model, which `tests/cluster/vllm/v2/test_device_drafts.py` has with the V2 runner.
 CONFIGURATIONS: dict[str, Mapping[str, object]] = {
     "bfloat16": {"target.dtype": "bfloat16"},
-    "few blocks and a draft pool far away": {
-        "target.kv_cache_bytes": 4 * 2**20,
-        "target.max_model_len": 512,
-        "simulation.round_trip_ms": 15,
-    },
-    "two tensor-parallel ranks": {"target.tensor_parallel_size": 2},
+    **length(
+        {
+            "few blocks, a draft pool far away, two tensor-parallel ranks": {
+                **SHORT_OF_BLOCKS,
+                **TWO_RANKS,
+                "target.kv_cache_bytes": 2 * 2**20,  # of each rank
+            }
+        },
+        {
+            "few blocks and a draft pool far away": SHORT_OF_BLOCKS,
+            "two tensor-parallel ranks": TWO_RANKS,
+            "vLLM's own draft model": {
+                "draft.drafter": "engine",
+                "draft.speculative_config": "{method: draft_model}",
+                "speculation.num_speculative_tokens": 3,
+            },
+        },
+    ),
     "a vLLM draft": {"draft.drafter": "vllm", "draft.engine_args": "{enforce_eager: true}"},
-    "vLLM's own draft model": {
-        "draft.drafter": "engine",
-        "draft.speculative_config": "{method: draft_model}",
-        "speculation.num_speculative_tokens": 3,
-    },
     "vLLM's own EAGLE": {
         "draft.drafter": "engine",
         "draft.model": "outrider-eagle-12m",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +12,7 @@ import httpx
 import pytest
 
 from services.launch.local import LocalCluster
-from tests.soak import IS_SOAK
+from tests.soak import IS_SOAK, length
 from tests.system.client import Case, complete_all
 from tests.system.near_ties import NearTieJudge
 from tests.system.vllm.programs import Programs
@@ -72,10 +71,11 @@ def is_running(pid: int) -> bool:
 
 
 def answers_through(programs: Programs, cases: list[Case], fault: Callable[[], None]) -> list[list[int]]:
-    """The answers with k = 4, while in the midst of them there is a `fault`."""
+    """The answers with k = 4, with a `fault` while every target is answering."""
+    assert eventually(lambda: not any(programs.num_running()))
     with ThreadPoolExecutor(1) as threads:
         answering = threads.submit(complete_all, programs.url, cases, num_speculative_tokens=4)
-        time.sleep(0.5)
+        assert eventually(lambda: all(programs.num_running()))
         fault()  # in this thread: what it starts would end with another
         return answering.result()
 
@@ -126,7 +126,7 @@ def test_same_tokens_when_the_draft_is_killed_and_when_the_pool_is_restarted(
     programs.use("right", "random")  # both are back
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("signum", length([signal.SIGTERM], [signal.SIGKILL, signal.SIGTERM]))
 def test_same_tokens_when_a_target_dies_and_when_it_drains(
     programs: Programs,
     cases: list[Case],
@@ -134,7 +134,7 @@ def test_same_tokens_when_a_target_dies_and_when_it_drains(
     judge: NearTieJudge,
     signum: signal.Signals,
 ) -> None:
-    """Its requests go on at the other, with their tokens."""
+    """Its requests go on at the other, with their tokens. In the short form, test_lora.py kills a target."""
     programs.use("right")
     victim = programs.targets["first"].pid
     processes = [victim, *children_of(victim)]
@@ -145,7 +145,7 @@ def test_same_tokens_when_a_target_dies_and_when_it_drains(
         assert num_moved(programs) > before
         assert eventually(lambda: not any(is_running(pid) for pid in processes)), "processes of the engine are left"
     finally:
-        if signum == signal.SIGKILL or IS_SOAK:
+        if IS_SOAK:
             programs.restart("first")
         else:  # later tests can use the other target, and starting an engine takes half a minute
             programs.remove_target("first")

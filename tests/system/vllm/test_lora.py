@@ -23,7 +23,7 @@ from tests.system.near_ties import NearTieJudge
 from tests.system.shaped_cases import Body, answer, assert_alike, one_of_each_constraint, shaped_bodies
 from tests.system.vllm.conftest import SETTINGS
 from tests.system.vllm.programs import Programs, two_targets
-from tests.system.vllm.test_exactness import answers_through, drafted, num_moved
+from tests.system.vllm.test_exactness import answers_through, children_of, drafted, is_running, num_moved
 from tests.waiting import eventually
 
 MODELS = (BASE, "first/lora", "second")
@@ -205,17 +205,6 @@ def test_a_prefix_is_not_shared_between_adapters(client: httpx.Client) -> None:
     assert len({tuple(answer[0]["token_ids"]) for answer in first.values()}) == 3
 
 
-def test_a_request_moves_to_a_target_with_its_adapter(
-    programs: Programs, lora_cases: list[Case], alone: list[list[int]], runners
-) -> None:
-    programs.use("right")
-    before = num_moved(programs)
-    answers = answers_through(programs, lora_cases, lambda: programs.restart("first"))
-    assert num_moved(programs) > before
-    assert_same(lora_cases, answers, alone, runners)
-    programs.wait_ready()
-
-
 def test_hot_loading(
     programs: Programs,
     client: httpx.Client,
@@ -319,3 +308,20 @@ def test_there_is_room_for_some(folder: Path, client: httpx.Client, admin: httpx
         answers = list(threads.map(lambda body: answer(client, body), bodies))
     assert len({tuple(choice["token_ids"]) for (choice,) in answers}) == 1
     assert time.monotonic() - started_at < 60
+
+
+def test_a_request_moves_to_a_target_with_its_adapter(
+    programs: Programs, lora_cases: list[Case], alone: list[list[int]], runners
+) -> None:
+    """The last test here: the other target remains alone, unless there is time to start an engine."""
+    programs.use("right")
+    victim = programs.targets["first"].pid
+    processes = [victim, *children_of(victim)]
+    before = num_moved(programs)
+    lose = length(programs.remove_target, programs.restart)
+    answers = answers_through(programs, lora_cases, lambda: lose("first"))
+    assert num_moved(programs) > before
+    assert_same(lora_cases, answers, alone, runners)
+    assert eventually(lambda: not any(is_running(pid) for pid in processes)), "processes of the engine are left"
+    programs.wait_ready()
+    programs.assert_nothing_in_use()
