@@ -12,9 +12,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bench.faults import FAULTS
+from tests.soak import length
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 500
+NUM_STREAMS = length(4, 8)
 # Programs that start take a processor, what is lost for a while takes time: each half has a cluster, at the same time.
 HALVES = (("kill", "drain", "rolling restart"), ("freeze", "cut off", "slow"))
 
@@ -33,14 +35,14 @@ def test_no_request_fails_and_no_token_differs(tmp_path: Path) -> None:
         rows = json.loads((folder / "faults.json").read_text(encoding="utf-8"))["rows"]
         assert len(rows) == 1 + len(half) * 3
         for row in rows:
-            assert row["num_sent"] == row["num_finished"] >= 8, row
+            assert row["num_sent"] == row["num_finished"] >= NUM_STREAMS, row
             assert row["num_different_tokens"] == 0, row
 
 
 @contextlib.contextmanager
 def _started(faults: Sequence[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     folder.mkdir()
-    command = [sys.executable, "-m", "bench.faults", "--short", "--streams", "8"]
+    command = [sys.executable, "-m", "bench.faults", "--short", "--streams", str(NUM_STREAMS)]
     command += ["--faults", ",".join(faults), "--out", str(folder / "faults.json")]
     with (folder / "said").open("wb") as said:  # a pipe that nobody reads would hold the programs up
         process = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT)

@@ -15,7 +15,7 @@ pytest.importorskip("schemathesis", reason="`make setup-clients` installs schema
 from tests.system.fuzz_api import Resources, assert_nothing_kept, fuzz, warm_up
 from tests.system.fuzzing import programs
 
-SECONDS, LEAST_ANSWERS = length((6.0, 30), (240.0, 1000))
+SECONDS, LEAST_ANSWERS = length((3.0, 20), (240.0, 1000))
 
 
 @pytest.mark.parametrize("settings", [(), ("router.max_waiting_requests=2",)], ids=["roomy", "full"])

@@ -26,7 +26,7 @@ from .engine import Engine
 from .knowing_draft import KnowingDraft, Quality
 
 VOCAB_SIZE = 4096
-NUM_CASES = length(18, 40)
+NUM_CASES = length(12, 40)
 MAX_NEAR_TIES = 2  # vLLM's matrix products are not ours: float32 makes them, rarely
 MAX_DRAFTS = 6
 SAMPLING: tuple[dict[str, object], ...] = (

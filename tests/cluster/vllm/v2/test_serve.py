@@ -159,7 +159,7 @@ def test_drafts_are_accepted_and_let_go(server: Server, draft: Draft, answers: l
 
 
 def test_same_answers_when_the_draft_is_killed_midway(server: Server, draft: Draft) -> None:
-    num_tokens = length(80, 200)
+    num_tokens = length(48, 200)
     expected = server.answers(max_tokens=num_tokens)  # long: some have to be under way when the draft is killed
     drafted = server.num_drafted()
     with ThreadPoolExecutor(1) as thread:
