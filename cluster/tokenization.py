@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 
 from tokenizers import AddedToken
@@ -40,6 +42,11 @@ class Tokenizer:
         self._folder = folder
         decoder = self._tokenizer.decoder
         self._is_byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
+
+    @property
+    def is_byte_level(self) -> bool:
+        """True if the tokens are runs of bytes, so that every text has tokens."""
+        return self._is_byte_level
 
     @property
     def vocab_size(self) -> int:
@@ -90,6 +97,23 @@ class Tokenizer:
             token_ids: list[int] = encoding.ids
             return token_ids
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def encode_words(self, text: str) -> list[list[int]]:
+        """Returns the token IDs of each word of `text`, in which spellings of special tokens are text.
+
+        A word is what the tokenizer's pre-tokenizer cuts off, including spaces and punctuation: no token reaches beyond
+        it.
+        """
+        encoding = self._literal.encode(text, add_special_tokens=False)
+        pairs = zip(encoding.word_ids, encoding.ids, strict=True)
+        return [[token_id for _, token_id in word] for _, word in itertools.groupby(pairs, key=itemgetter(0))]
+
+    @cached_property
+    def _literal(self) -> _Tokenizer:
+        """A copy of the tokenizer that encodes spellings of special tokens as text."""
+        copy = _Tokenizer.from_buffer(self._definition)
+        copy.encode_special_tokens = True
+        return copy
 
     def encode_partly_literal(
         self, text: str, stand_ins: Mapping[str, str], *, add_special_tokens: bool = True

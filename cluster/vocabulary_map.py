@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import cached_property
 
+from cluster.byte_encoder import ByteEncoder
 from cluster.tokenization import Tokenizer
+
+_NEAR_SHARE = 0.9  # share of the target's tokens that a draft has if the tokenizers are nearly equal
 
 _Meaning = tuple[bytes, bool, bool]  # bytes of a token, whether it is special, whether it is a byte token
 
@@ -27,9 +29,10 @@ class VocabularyMap:
 
     def __init__(self, target: Tokenizer, draft: Tokenizer, num_rows: int) -> None:
         """`num_rows`: rows of the draft model's embedding, which may be more or fewer than its tokenizer's tokens."""
-        self._target, self._draft = target, draft
+        self.target, self.draft, self.num_rows = target, draft, num_rows
         self._target_ids = target.token_ids
         pairs = _pairs(target, draft, num_rows)
+        self.pairs: Mapping[int, int] = pairs  # the draft's ID of each target token that it has, by the target's ID
         self.num_common = len(pairs)  # tokens of the target that the draft has
         self.num_same = sum(row == token_id for token_id, row in pairs.items())  # tokens with the same ID in the draft
         self.num_ids = 1 + max(pairs, default=-1)
@@ -42,16 +45,23 @@ class VocabularyMap:
         self.num_inputs = len(rows)
         self.rows: tuple[int, ...] | None = None if rows == [*range(num_rows)] else tuple(rows)
         "The draft's row of each new ID; None: the rows keep their order."
+        self._encoder = ByteEncoder(draft, self._new_ids)
         self._spellings: dict[int, tuple[int, ...]] = {}
 
     @property
     def fingerprint(self) -> str:
         """Fingerprint of the target's tokenizer."""
-        return self._target.fingerprint()
+        return self.target.fingerprint()
 
     @property
     def num_target_tokens(self) -> int:
         return len(self._target_ids)
+
+    @property
+    def is_foreign(self) -> bool:
+        """True if the tokenizers cut text so differently that the draft should read it as its own tokenizer cuts it."""
+        is_near = self.num_common >= _NEAR_SHARE * self.num_target_tokens
+        return not is_near and self.target.is_byte_level and self.draft.is_byte_level
 
     @property
     def keeps_ids(self) -> bool:
@@ -80,46 +90,9 @@ class VocabularyMap:
         if token_id > self._target_ids[-1]:
             return ()
         if token_id not in self._spellings:
-            draft_ids = self._draft_tokens(self._target.token_bytes(token_id))
+            draft_ids = self._encoder.encode(self.target.token_bytes(token_id))
             self._spellings[token_id] = tuple(self._new_ids[draft_id] for draft_id in draft_ids)
         return self._spellings[token_id]
-
-    def _draft_tokens(self, spelling: bytes) -> list[int]:
-        """Returns draft tokens whose bytes together are `spelling`; an empty list if there are none."""
-        try:
-            draft_ids = self._draft.encode(spelling.decode(), add_special_tokens=False)
-        except UnicodeDecodeError:  # the token ends inside a character
-            draft_ids = []
-        # Some tokenizers add a space or normalise the text.
-        is_exact = b"".join(map(self._draft.token_bytes, draft_ids)) == spelling
-        if is_exact and all(draft_id in self._new_ids for draft_id in draft_ids):
-            return draft_ids
-        return self._longest_matches(spelling)
-
-    def _longest_matches(self, spelling: bytes) -> list[int]:
-        """Returns the longest draft token that begins `spelling`, then the longest that begins the rest, and so on."""
-        found, start = [], 0
-        while start < len(spelling):
-            ends = range(min(len(spelling), start + self._longest), start, -1)
-            end = next((end for end in ends if spelling[start:end] in self._draft_ids), None)
-            if end is None:
-                return []
-            found.append(self._draft_ids[spelling[start:end]])
-            start = end
-        return found
-
-    @cached_property
-    def _draft_ids(self) -> Mapping[bytes, int]:
-        """Tokens of the draft that may spell others, by their bytes."""
-        special = frozenset(self._draft.special_tokens.values())
-        usable = [i for i in reversed(self._draft.token_ids) if i in self._new_ids and i not in special]
-        # Byte tokens come first, because the dictionary keeps the last token with the same bytes.
-        usable.sort(key=self._draft.is_byte_token, reverse=True)
-        return {self._draft.token_bytes(draft_id): draft_id for draft_id in usable}
-
-    @cached_property
-    def _longest(self) -> int:
-        return max(map(len, self._draft_ids), default=0)
 
 
 def _pairs(target: Tokenizer, draft: Tokenizer, num_rows: int) -> dict[int, int]:

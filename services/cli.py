@@ -77,7 +77,7 @@ SERVE_OPTIONS = (
         "--draft",
         "MODEL",
         ("draft.model",),
-        "Hugging Face folder, hub name or bundled model, with at least half of the target's tokens",
+        "Hugging Face folder, hub name or bundled model, best with the target's tokenizer",
     ),
     ServeOption(
         "--num-speculative-tokens",

@@ -55,6 +55,25 @@ def without_tokens(model: str, folder: Path, tokens: Sequence[str]) -> Path:
     return copied
 
 
+def foreign(model: str, folder: Path, num_kept: int = 1500) -> Path:
+    """Gives a model a tokenizer that cuts text at other places, and has only the first `num_kept` of its tokens.
+
+    Like GPT-2's, it cuts line ends off the punctuation before them, and joins them with the spaces after them.
+    """
+    with (resolve_model_folder(model) / "tokenizer.json").open(encoding="utf-8") as file:
+        vocabulary = json.load(file)["model"]["vocab"]
+    cut = without_tokens(model, folder, [token for token, number in vocabulary.items() if number >= num_kept])
+    with _Json(cut / "tokenizer.json") as tokenizer:
+        joined = "ĊĠĠĠ"
+        bpe = tokenizer["model"]
+        spare = max(bpe["vocab"], key=bpe["vocab"].__getitem__)
+        bpe["vocab"] = {joined if token == spare else token: number for token, number in bpe["vocab"].items()}
+        bpe["merges"].append(["Ċ", "ĠĠĠ"])
+        tokenizer["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+        tokenizer["pre_tokenizer"]["use_regex"] = True
+    return cut
+
+
 def word_tokenizer(folder: Path, tokens: Mapping[str, int], special: Sequence[str] = ()) -> Tokenizer:
     """Writes a tokenizer whose tokens are whole words to `folder`."""
     added = [

@@ -236,19 +236,19 @@ class Config(Section):
         """True if `target.model` was set, so that a separately started draft worker knows its target's tokenizer."""
         return "model" in self.target.model_fields_set
 
-    def tokenizer_mismatch(self, num_common: int, num_tokens: int) -> str:
-        """Returns the error message for a draft that has only `num_common` of the target's `num_tokens` tokens."""
+    def tokenizer_mismatch(self, num_tokens: int) -> str:
+        """Returns the error message for a draft that has none of the target's `num_tokens` tokens."""
         is_default = self.draft_model == DraftConfig.model_fields["model"].default
         draft = f"default draft {self.draft_model!r}" if is_default else f"draft {self.draft_model!r}"
-        remedy = "choose a draft with the target's tokenizer, or one with most of its tokens"
+        remedy = "choose a draft with the target's tokenizer, or one with many of its tokens"
         if is_default:
             remedy += (
                 " (--draft.model), draft from the text itself (--draft.drafter ngram), or serve without speculation "
                 "(--speculation.num_speculative_tokens 0)"
             )
         return (
-            f"the {draft} cannot draft for the target {self.target.model!r}: its tokenizer has {num_common} of the "
-            f"{num_tokens} token IDs by meaning, and at least half are needed: {remedy}"
+            f"the {draft} cannot draft for the target {self.target.model!r}: its tokenizer has none of the "
+            f"{num_tokens} tokens: {remedy}"
         )
 
     @property

@@ -241,6 +241,7 @@ class Drafter(ABC):
     max_model_len: int
     vocab_size: int  # without a `vocabulary`, token IDs of a sequence must be smaller
     vocabulary: VocabularyMap | None = None  # None: the target's token IDs are the drafter's
+    translates = False  # whether the drafter itself converts the target's token IDs, whatever its vocabulary
     dtype: str
     num_blocks: int  # blocks of the KV cache
     block_size: int  # tokens per block

@@ -13,6 +13,7 @@ from cluster.drafters.model import ModelDrafter
 from cluster.drafters.ngram import NgramDrafter
 from cluster.drafters.parallel import ParallelDrafter
 from cluster.drafters.simulated import SimulatedDrafter
+from cluster.drafters.translating import TranslatingDrafter
 from cluster.engine.cpu_kernels import has_kernels
 from cluster.engine.eagle import load_eagle_head, read_eagle_config
 from cluster.engine.heads import DecoderHead
@@ -64,8 +65,13 @@ def load_draft_weights(
     Raises ConfigurationError. The drafter must be one for which `is_model` returns True.
     """
     if config.draft_has_tokenizer:
-        return _load(config.draft, progress, vocabulary=vocabulary)
+        return _load(config.draft, progress, vocabulary=None if _translates(config, vocabulary) else vocabulary)
     return _OF_TARGET[config.draft.drafter](config, progress, target)
+
+
+def _translates(config: Config, vocabulary: VocabularyMap | None) -> bool:
+    """Returns True if the drafter reads the text in the tokens of its own tokenizer."""
+    return config.draft.drafter == "model" and vocabulary is not None and vocabulary.is_foreign
 
 
 def _layer_skip(config: Config, progress: Progress | None, target: LoadedModel | None) -> LoadedModel:
@@ -158,6 +164,8 @@ def model_drafter(config: Config, runner: ModelRunner, vocabulary: VocabularyMap
                 f"{num_inputs} tokens: correct it"
             )
         return ParallelDrafter(runner, limits, mask_token_id, vocabulary)
+    if vocabulary is not None and _translates(config, vocabulary):
+        return TranslatingDrafter(runner, limits, vocabulary)
     if runner.model.device.type != "cuda" or not runner.model.records_steps:
         return ModelDrafter(runner, limits, vocabulary=vocabulary)
     from cluster.drafters.burst import Burst  # PyTorch's builds for CPUs come without Triton

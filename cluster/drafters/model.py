@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class _Cache:
+class Cache:
     """KV cache of one sequence. The nodes of the tree have the places after the committed tokens, in their order."""
 
     block_table: list[int]
@@ -79,7 +79,7 @@ class ModelDrafter(Drafter):
         self._limits = limits
         self._burst = burst
         self._pace = PromptPace(limits.max_prefill_seconds, limits.max_num_batched_tokens)
-        self._caches: dict[DraftSequence, _Cache] = {}
+        self._caches: dict[DraftSequence, Cache] = {}
 
     @property
     def num_used_blocks(self) -> int:
@@ -102,7 +102,7 @@ class ModelDrafter(Drafter):
         allocated = self._runner.blocks.allocate_for(token_ids, num_tokens, root=root)
         if allocated is None:
             return False
-        self._caches[sequence] = _Cache(*allocated, root)
+        self._caches[sequence] = Cache(*allocated, root)
         return True
 
     def draft(self, sequences: Sequence[DraftSequence]) -> list[DraftSequence]:
@@ -267,7 +267,7 @@ class ModelDrafter(Drafter):
             sequence.extend(node, token_ids[: sequence.width], gaps[: sequence.width])
 
 
-def _next_segment(sequence: DraftSequence, cache: _Cache, budget: int, first: int) -> tuple[Segment, list[int]]:
+def _next_segment(sequence: DraftSequence, cache: Cache, budget: int, first: int) -> tuple[Segment, list[int]]:
     """Returns the rows of `sequence` in this step, at most `budget`, and the nodes that get children from them.
 
     `first`: index in the sequence of the token that has place 0.

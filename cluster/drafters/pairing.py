@@ -15,15 +15,13 @@ from cluster.vocabulary_map import VocabularyMap
 
 logger = logging.getLogger(__name__)
 
-_LEAST_SHARE = 0.5  # smallest share of the target's tokens that the draft must have
-
 
 def draft_vocabulary(config: Config) -> VocabularyMap | None:
     """Returns the map from the tokens of `config.target.model` to those of `config.draft.model`.
 
     Returns None if nothing is mapped: the drafter has no tokenizer of its own, the target's tokenizer cannot be read on
     this machine, or `acceptance: rejection` has a pair with equal tokenizers. Raises ConfigurationError if the draft
-    has less than half of the target's tokens. Raises it, too, if tokenizers differ with `acceptance: rejection`, token
+    has none of the target's tokens. Raises it, too, if tokenizers differ with `acceptance: rejection`, token
     IDs differ for a draft in vLLM, or embeddings differ in size for a pair in one vLLM process.
     """
     if not config.draft_has_tokenizer:
@@ -41,8 +39,16 @@ def draft_vocabulary(config: Config) -> VocabularyMap | None:
         )
     num_rows = 1 + draft.token_ids[-1] if config.drafts_in_vllm else ModelConfig.from_folder(draft_folder).vocab_size
     vocabulary = VocabularyMap(target, draft, num_rows)
-    if vocabulary.num_common < _LEAST_SHARE * vocabulary.num_target_tokens:
-        raise ConfigurationError(config.tokenizer_mismatch(vocabulary.num_common, vocabulary.num_target_tokens))
+    if not vocabulary.num_common:
+        raise ConfigurationError(config.tokenizer_mismatch(vocabulary.num_target_tokens))
+    if vocabulary.is_foreign:
+        logger.warning(
+            "the tokenizer of %r has %d of the %d tokens of %r: fewer drafts are accepted than with equal tokenizers",
+            config.draft_model,
+            vocabulary.num_common,
+            vocabulary.num_target_tokens,
+            config.target.model,
+        )
     if config.drafts_in_vllm and not vocabulary.keeps_ids:
         raise ConfigurationError(
             f"vLLM can draft with {config.draft_model!r} only if it has all tokens of {config.target.model!r} at the "

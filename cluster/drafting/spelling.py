@@ -35,7 +35,7 @@ class Spelling:
         """Returns the sequence of `opening` in the drafter's tokens; None if the drafter has no tokens for it."""
         vocabulary, params, num_prompt_tokens = self._drafter.vocabulary, opening.params, opening.num_prompt_tokens
         prompt, rest = opening.token_ids[:num_prompt_tokens], opening.token_ids[num_prompt_tokens:]
-        if vocabulary is not None:
+        if vocabulary is not None and not self._drafter.translates:
             prompt, rest = vocabulary.spell(prompt), vocabulary.spell(rest)
             if params.logit_bias:
                 known = tuple(bias for bias in params.logit_bias if vocabulary.has(bias[0]))
@@ -65,9 +65,11 @@ class Spelling:
         if vocabulary is None:
             return advance, 0
         news = advance.token_ids[sequence.base - advance.base :]
-        spelled = vocabulary.spell(news)
         self._num_committed += len(news)
-        if spelled is news:
+        if vocabulary.has_all(news):
             return advance, 0
         self._num_lacking += sum(not vocabulary.has(token_id) for token_id in news)
+        if self._drafter.translates:
+            return advance, 0
+        spelled = vocabulary.spell(news)
         return replace(advance, base=sequence.base, token_ids=spelled), len(spelled) - len(news)

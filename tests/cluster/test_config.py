@@ -251,24 +251,17 @@ def test_a_file_that_is_no_text_is_refused(tmp_path):
 
 
 def test_a_default_draft_that_does_not_fit_says_so_and_how_to_serve_without_it() -> None:
-    unnamed = load_config(None, ["target.model=mine"]).tokenizer_mismatch(3, 10)
+    unnamed = load_config(None, ["target.model=mine"]).tokenizer_mismatch(10)
     assert unnamed.startswith("the default draft 'outrider-draft-2m' cannot draft for the target 'mine'")
-    assert "has 3 of the 10 token IDs by meaning" in unnamed
+    assert "has none of the 10 tokens" in unnamed
     remedies = re.findall(r"--([\w.]+) (\w+)", unnamed)
     assert remedies == [("draft.drafter", "ngram"), ("speculation.num_speculative_tokens", "0")]
     for key, value in remedies:
         without = load_config(None, [f"{key}={value}"])
         assert without.draft_model == without.target.model or not without.has_drafter
-    named = load_config(None, ["target.model=mine", "draft.model=yours"]).tokenizer_mismatch(3, 10)
+    named = load_config(None, ["target.model=mine", "draft.model=yours"]).tokenizer_mismatch(10)
     assert named.startswith("the draft 'yours' ")
-    assert named.endswith(": choose a draft with the target's tokenizer, or one with most of its tokens")
-
-
-@pytest.mark.parametrize("drafter", ["model", "parallel", "vllm"])
-def test_a_draft_model_needs_most_of_the_targets_tokens(drafter: str) -> None:
-    config = load_config(None, [f"draft.drafter={drafter}", "target.model=outrider-draft-smollm2-135m"])
-    with pytest.raises(ConfigurationError, match=r"draft 'outrider-draft-2m' .* has 2727 of the 49152 token IDs"):
-        check_models(config)
+    assert named.endswith(": choose a draft with the target's tokenizer, or one with many of its tokens")
 
 
 def test_vllm_needs_a_draft_with_the_targets_ids() -> None:

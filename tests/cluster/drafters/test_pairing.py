@@ -8,9 +8,10 @@ import pytest
 from cluster.config import Config
 from cluster.config.file import load_config
 from cluster.drafters.pairing import draft_vocabulary, spoken_fingerprint
+from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder
 from cluster.tokenization import Tokenizer
-from tests.near_pairs import DRAFT, TARGET, permuted
+from tests.near_pairs import DRAFT, TARGET, permuted, word_tokenizer
 
 
 @pytest.fixture
@@ -57,3 +58,11 @@ def test_an_unknown_target_leaves_it_its_own_tokens(draft: Path, caplog: pytest.
 @pytest.mark.parametrize("drafter", ["ngram", "self-int4", "layer-skip"])
 def test_a_drafter_without_a_tokenizer_of_its_own_needs_no_map(drafter: str, draft: Path) -> None:
     assert draft_vocabulary(config_of(draft, f"draft.drafter={drafter}", f"target.model={TARGET}")) is None
+
+
+@pytest.mark.parametrize("drafter", ["model", "parallel", "vllm"])
+def test_a_draft_model_needs_tokens_of_the_target(drafter: str, tmp_path: Path) -> None:
+    word_tokenizer(tmp_path / "target", {"∀∃": 0, "∃∀": 1})
+    config = load_config(None, [f"draft.drafter={drafter}", f"target.model={tmp_path / 'target'}"])
+    with pytest.raises(ConfigurationError, match=r"draft 'outrider-draft-2m' .* has none of the 2 tokens"):
+        draft_vocabulary(config)

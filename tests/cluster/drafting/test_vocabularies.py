@@ -44,8 +44,8 @@ class Worker:
             None,
             [f"draft.model={draft}", f"target.model={target}", "draft.dtype=float32", "draft.device=cpu", *settings],
         )
-        drafter = make_drafter(config, vocabulary=draft_vocabulary(config))
-        self.worker = DraftWorker(drafter)
+        self.drafter = make_drafter(config, vocabulary=draft_vocabulary(config))
+        self.worker = DraftWorker(self.drafter)
         self._replies: list[SpeculateReply] = []
         self._link = self.worker.attach(self._replies.append)
 

@@ -1,4 +1,4 @@
-"""Pairs with slightly different vocabularies or contexts give the tokens of k = 0; also tests their acceptance."""
+"""Pairs with different vocabularies or contexts give the tokens of k = 0; also tests their acceptance."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from cluster.targets.base import GenerationOutput, GenerationRequest
 from cluster.targets.factory import make_target
 from cluster.targets.step_loop import StepLoop
 from cluster.tokenization import Tokenizer
-from tests.near_pairs import DRAFT, TARGET, padded, permuted, shortened, without_tokens
+from tests.near_pairs import DRAFT, TARGET, foreign, padded, permuted, shortened, without_tokens
 
+OTHER = "outrider-draft-smollm2-135m"
 K, NUM_TOKENS = 4, 48
 PROMPTS = ["def main(arguments):\n    ", "import os\n\n\nclass Reader:\n    def __init__(self", "for line in"]
 SETTINGS = (
@@ -103,6 +104,10 @@ def _make(name: str, draft: Path, target: Path) -> Pair:
         return DRAFT, permuted(TARGET, target, {0: 1, 1: 2, 2: 0})
     if name == "lacking draft":
         return without_tokens(DRAFT, draft, LACKING), TARGET
+    if name == "foreign draft":
+        return foreign(DRAFT, draft), TARGET
+    if name == "short foreign draft":
+        return shortened(str(foreign(DRAFT, draft.with_name("long"))), draft, 32), TARGET
     assert name == "short draft"
     return shortened(DRAFT, draft, 32), TARGET
 
@@ -114,6 +119,8 @@ def usual() -> Answers:
 
 
 ALL = ["padded draft", "padded target", "permuted specials", "permuted target", "lacking draft", "short draft"]
+ALL += ["foreign draft", "short foreign draft"]
+RUN_AHEAD = ("draft.in_process_threads=own", "speculation.run_ahead_branches=1")
 
 
 @pytest.mark.parametrize("settings", [(), ("speculation.tree_width=2",)], ids=["chains", "trees"])
@@ -150,12 +157,34 @@ def test_a_draft_with_a_shorter_context_stops_at_its_limit(pairs: Callable[[str]
     assert 0 < found.num_drafted < usual.num_drafted
 
 
-def test_a_pair_with_few_common_tokens_is_refused() -> None:
-    said = (
-        r"the default draft .* has 2727 of the 49152 token IDs by meaning.* choose a draft with the target's tokenizer"
-    )
-    with pytest.raises(ConfigurationError, match=said):
-        new_target(DRAFT, "outrider-draft-smollm2-135m")
+def test_a_foreign_draft_that_runs_ahead_gives_the_tokens_of_k_0(pairs: Callable[[str], Pair], usual: Answers) -> None:
+    assert answers(*pairs("foreign draft"), *RUN_AHEAD).tokens == usual.tokens
+
+
+def test_a_foreign_draft_proposes_tokens_that_it_lacks(pairs: Callable[[str], Pair], usual: Answers) -> None:
+    """A draft that only proposed common tokens, each read by itself, had 0.1 of the acceptance."""
+    found = answers(*pairs("foreign draft"))
+    assert found.tokens == usual.tokens
+    assert found.acceptance > 0.3 * usual.acceptance
+
+
+@pytest.mark.parametrize("names", [(DRAFT, OTHER), (OTHER, DRAFT)])
+def test_bundled_models_of_different_tokenizers_pair(names: tuple[str, str], caplog: pytest.LogCaptureFixture) -> None:
+    found = answers(*names)
+    assert found.num_drafted > 0
+    assert found.tokens == answers(*names, k=0).tokens
+    number = "2727 of the 4096" if names == (OTHER, DRAFT) else "2727 of the 49152"
+    assert f"has {number} tokens" in caplog.text
+
+
+def test_a_pair_without_common_tokens_is_refused(tmp_path: Path) -> None:
+    draft = without_tokens(DRAFT, tmp_path / "d", [*Tokenizer(resolve_model_folder(DRAFT)).tokens(range(4096))])
+    definition = (draft / "tokenizer.json").read_text(encoding="utf-8")
+    for special in ("<|endoftext|>", "<|im_start|>", "<|im_end|>"):
+        definition = definition.replace(special, special[2:-2])
+    (draft / "tokenizer.json").write_text(definition, encoding="utf-8")
+    with pytest.raises(ConfigurationError, match=r"cannot draft for the target .* has none of the 4096 tokens"):
+        new_target(draft, TARGET)
 
 
 def test_rejection_needs_equal_tokenizers(pairs: Callable[[str], Pair]) -> None:
