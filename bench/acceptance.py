@@ -7,6 +7,8 @@ vocabulary a round.
 
 Memory is the target worker's: the configured weights and KV cache of the target, those of the draft's copy that
 rejection needs there, and the resident memory of the process at the end.
+
+A draft with a foreign tokenizer: `--set draft.model=DIR --acceptances coupled greedy`.
 """
 
 from __future__ import annotations
@@ -102,7 +104,10 @@ class Row:
 
 def main() -> None:
     arguments = _parser().parse_args()
-    configs = [load_config(None, [*MEASURED, *arguments.overrides, *_settings(a, arguments)]) for a in ACCEPTANCES]
+    configs = [
+        load_config(None, [*MEASURED, *arguments.overrides, *_settings(acceptance, arguments)])
+        for acceptance in arguments.acceptances
+    ]
     print(
         f"{configs[0].target.model} drafted by {configs[0].draft.model}, k = {arguments.k}, one stream, "
         f"{arguments.repeats} repeats\n\n"
@@ -142,7 +147,8 @@ def _settings(acceptance: str, arguments: argparse.Namespace) -> tuple[str, ...]
 
 def measure(clusters: Sequence[LocalCluster], temperature: float, arguments: argparse.Namespace) -> list[Row]:
     """Runs all clusters in turn, as `arguments` (k, prompts, repeats, max_tokens) say."""
-    prompts = held_out_prompts(arguments.prompts, seed=1)
+    model = clusters[0].config.target.model
+    prompts = held_out_prompts(arguments.prompts, seed=1, model=model)
 
     def run(cluster: LocalCluster, prompts: Sequence[Sequence[int]]) -> Run:
         return run_streams(
@@ -156,7 +162,7 @@ def measure(clusters: Sequence[LocalCluster], temperature: float, arguments: arg
 
     measured = [Depth(arguments.k) for _ in clusters]
     for cluster in clusters:
-        run(cluster, held_out_prompts(2, seed=2))
+        run(cluster, held_out_prompts(2, seed=2, model=model))
     for _ in range(arguments.repeats):
         for cluster, depth in zip(clusters, measured, strict=True):
             depth.add_repeat(cluster, partial(run, cluster, prompts))
@@ -191,6 +197,14 @@ def _resident_bytes(pid: int) -> float:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bench.acceptance", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
+    parser.add_argument(
+        "--acceptances",
+        nargs="+",
+        choices=ACCEPTANCES,
+        default=list(ACCEPTANCES),
+        metavar="NAME",
+        help="rejection needs a draft with the target's tokenizer",
+    )
     parser.add_argument("-k", type=int, default=4)
     parser.add_argument(
         "--temperatures", type=lambda text: [float(part) for part in text.split(",")], default=[0.0, 0.7, 1.0]

@@ -157,7 +157,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_header(config))
         for temperature in arguments.temperatures:
             for num_streams in arguments.streams:
-                points.append(measure(plain, speculative, arguments.depths, num_streams, temperature, arguments))
+                depths, model = arguments.depths, config.target.model
+                points.append(measure(plain, speculative, depths, num_streams, temperature, arguments, model=model))
                 print(_rows(points[-1]), flush=True)
                 _write(arguments.out, config, arguments, points)
     plot(arguments.out)
