@@ -65,13 +65,12 @@ class TranslatingDrafter(ModelDrafter):
         own = _Own(DraftText(self._translation), sequence.num_committed)
         own.text.append(sequence.token_ids)
         own.token_ids = [*own.text.token_ids]
-        if not own.token_ids or len(self._caches) >= self._limits.max_num_seqs:
+        is_full = len(self._caches) >= self._limits.max_num_seqs
+        if is_full or not 0 < len(own.token_ids) < self.max_model_len:
             return False
         num_tokens = min(len(own.token_ids) + sequence.window, self.max_model_len)
-        if len(own.token_ids) >= self.max_model_len:
-            return False
-        certain = own.token_ids[: own.text.num_certain]
-        root = self._root(sequence)
+        # Blocks may be shared only if no token in them can change.
+        certain, root = own.token_ids[: own.text.num_certain], self._root(sequence)
         allocated = self._runner.blocks.allocate_for(certain, num_tokens, root=root)
         if allocated is None:
             return False
@@ -83,18 +82,19 @@ class TranslatingDrafter(ModelDrafter):
         own, translation = self._owns[sequence], self._translation
         news = sequence.token_ids[own.num_read : sequence.num_committed]
         own.num_read = sequence.num_committed
+        start = own.text.num_certain  # both texts have equal tokens before it
         own.text.append(news)
         new_text = translation.token_bytes(news)
-        certain = own.text.token_ids[: own.text.num_certain]
-        if own.drafted.startswith(new_text) and own.token_ids[: len(certain)] == certain:
+        certain = slice(start, own.text.num_certain)
+        if own.drafted.startswith(new_text) and own.token_ids[certain] == own.text.token_ids[certain]:
             own.drafted = own.drafted[len(new_text) :]
             own.num_proposed_bytes = len(translation.token_bytes(sequence.draft_token_ids))
             return
         if sequence.parents:
             sequence.drop_drafts()
         own.drafted, own.num_proposed_bytes = b"", 0
-        num_equal = _num_equal(own.token_ids, own.text.token_ids)
-        own.token_ids = [*own.text.token_ids]
+        num_equal = start + _num_equal(own.token_ids[start:], own.text.token_ids[start:])
+        own.token_ids[num_equal:] = own.text.token_ids[num_equal:]
         # The last token is always computed again: its logits are needed.
         cache = self._caches[sequence]
         cache.num_computed_tokens = min(cache.num_computed_tokens, num_equal, len(own.token_ids) - 1)
@@ -144,8 +144,9 @@ class TranslatingDrafter(ModelDrafter):
                 SampleRequest(
                     choice.sequence.params,
                     choice.sequence.noise_key,
-                    [*choice.sequence.token_ids, *choice.chosen],
+                    choice.sequence.token_ids,
                     choice.sequence.num_prompt_tokens,
+                    draft_token_ids=choice.chosen,
                     counts=self._count(choice.sequence),
                 )
                 for choice in open_choices

@@ -171,11 +171,12 @@ def run_serve(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def test_serve_refuses_a_pair_with_few_common_tokens() -> None:
-    serve = run_serve("--port", "0", "--target", "outrider-draft-smollm2-135m", "--draft", "outrider-draft-2m")
+def test_serve_refuses_rejection_with_another_tokenizer() -> None:
+    models = ("--target", "outrider-draft-smollm2-135m", "--draft", "outrider-draft-2m")
+    serve = run_serve("--port", "0", *models, "--set", "speculation.acceptance=rejection")
     _, errors = serve.communicate(timeout=120)
     assert serve.returncode == 2
-    assert "has 2727 of the 49152 token IDs by meaning" in errors.splitlines()[-1]
+    assert "'outrider-draft-2m' needs the tokenizer of 'outrider-draft-smollm2-135m'" in errors.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
