@@ -1,11 +1,10 @@
-"""Measures in virtual time why a GPU under vLLM stands idle between steps: `python -m bench.vllm_idle`.
+"""Measures in virtual time how long a GPU idles between vLLM's steps: `python -m bench.vllm_idle`.
 
-vLLM's engine core, our schedulers, the coordinator and the draft workers are the real ones. Only the model runner is
-replaced: a device runs steps one after the other, each for the time that the planner's formulae give. The host's work
-takes set times. Every stream sends its next request when the last is answered.
+vLLM's engine core, our schedulers, the coordinator and `DraftWorker` are real. Model runner, draft model and links are
+simulated: a device runs steps one after the other, each for the time that the planner predicts. Host work takes fixed
+times. Every stream sends a request when its previous one is answered.
 
-Synchronous scheduling is that of the V1 runner, asynchronous scheduling that of the V2 runner. A step's idle time goes
-from the end of the previous step to its own begin. The scheduler waits for drafts in a part of it (`waited_ms`).
+A step's idle time runs from the previous step's end to its own start. `waited_ms` is the part spent waiting for drafts.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ TARGETS = {"8B": "H100", "70B": "4xA100-80"}
 _DRAFTS = ("", "0.5B", "1B")
 DRAFT_GPU, DELAY_SECONDS = "A10G", 0.0005
 MAX_DRAFTS = 8
-# Seconds of the host's work in a step. Their sum is the idle time of synchronous scheduling on an H100, 1.34 ms
+# Seconds of host work per step. They add up to about the idle time on an H100 with synchronous scheduling, 1.34 ms
 # (bench/results/vllm-ladder.json, R9); how it is divided is an estimate.
 SCHEDULE, PREPARE, RETURN, UPDATE = 0.0003, 0.0007, 0.00005, 0.0003
 _WARM_UP_SHARE = 0.3
 _ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
-_NUM_BLOCKS = 8192  # enough to preempt no request
+_NUM_BLOCKS = 8192  # no request is preempted
 _BLOCK_SIZE = 32
 _MAX_MODEL_LEN = 1024
 
@@ -80,8 +79,8 @@ class Figures:
     step_ms: float
     waited_ms: float
     other_ms: float  # idle time that is not spent waiting for drafts
-    sequences: float  # in a step
-    drafts: float  # of a sequence in a step
+    sequences: float  # per step
+    drafts: float  # per sequence and step
 
 
 @dataclass(slots=True)
@@ -92,7 +91,7 @@ class Step:
     num_sequences: int
     num_drafts: int
     num_tokens: int  # committed
-    waited: float  # for its drafts
+    waited: float  # seconds, for its drafts
 
 
 @dataclass(slots=True)
@@ -108,10 +107,10 @@ class Device:
     time: VirtualTime
     curve: StepCurve
     is_async: bool
-    opened_at: dict[int, float] = field(default_factory=dict)  # by bound step
-    drafts: dict[int, Mapping[str, Sequence[int]]] = field(default_factory=dict)  # by bound step
+    opened_at: dict[int, float] = field(default_factory=dict)  # by number of the bound step
+    drafts: dict[int, Mapping[str, Sequence[int]]] = field(default_factory=dict)  # by number of the bound step
     steps: list[Step] = field(default_factory=list)
-    waited: float = 0.0  # for the drafts of the next step
+    waited: float = 0.0  # seconds, for the drafts of the next step
     _submitted: list[_Submitted] = field(default_factory=list)
     _worker_at: float = 0.0
     _free_at: float = 0.0
@@ -120,7 +119,7 @@ class Device:
     _keys: dict[str, NoiseKey] = field(default_factory=dict)
 
     def spend(self, seconds: float) -> None:
-        """Lets the host work for `seconds`."""
+        """Advances the time by host work of `seconds`."""
         self.time.sleep_until(self.time.now() + seconds)
 
     def open(self, bound: Any, drafts: Sequence[Sequence[int]]) -> None:
@@ -134,7 +133,7 @@ class Device:
         self._submitted.append(_Submitted(output, self._worker_at))
 
     def result(self) -> Any:
-        """Lets time pass until the host has the output of the oldest submitted step; vLLM's ModelRunnerOutput."""
+        """Waits for the oldest submitted step, and returns its ModelRunnerOutput."""
         from vllm.v1.outputs import ModelRunnerOutput
 
         from cluster.vllm.async_scheduler import BOUND_STEP

@@ -244,7 +244,10 @@ def _engine(rung: Rung, arguments: argparse.Namespace) -> LLMEngine:
             limits = StepLimits(MAX_MODEL_LEN, 32, 2048)
             vocab_size = config.model_config.get_vocab_size()
             links = Links(lambda: DraftPool("none"))
-            scheduler.rounds = CoordinatedRounds(links, SpeculationConfig(), vocab_size, limits)
+            speculation = SpeculationConfig()
+            scheduler.rounds = CoordinatedRounds(
+                links, speculation, vocab_size, limits, reserves_rows=scheduler.plans_early
+            )
         else:
             scheduler.rounds = FixedDrafts(rung.num_drafts if rung.rounds == "drafts" else 0)
     return engine

@@ -1,4 +1,4 @@
-"""Spells bytes in the tokens of a tokenizer."""
+"""Encodes bytes as token IDs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cluster.tokenization import Tokenizer
 
 
 class ByteEncoder:
-    """Encodes bytes, which may end inside a character, in some of the tokens of a tokenizer."""
+    """Encodes bytes with a subset of the tokens. Bytes may begin or end inside a character."""
 
     def __init__(self, tokenizer: Tokenizer, usable: Collection[int]) -> None:
         """`usable`: IDs of the tokens that may be used."""
@@ -41,7 +41,7 @@ class ByteEncoder:
 
     @cached_property
     def _ids(self) -> Mapping[bytes, int]:
-        """Tokens that may spell others, by their bytes."""
+        """Usable IDs by bytes, without special tokens."""
         special = frozenset(self._tokenizer.special_tokens.values())
         usable = [i for i in reversed(self._tokenizer.token_ids) if i in self._usable and i not in special]
         # Byte tokens come first, because the dictionary keeps the last token with the same bytes.

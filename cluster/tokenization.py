@@ -45,7 +45,7 @@ class Tokenizer:
 
     @property
     def is_byte_level(self) -> bool:
-        """True if the tokens are runs of bytes, so that every text has tokens."""
+        """True if tokens are byte sequences (byte-level BPE)."""
         return self._is_byte_level
 
     @property
@@ -99,10 +99,9 @@ class Tokenizer:
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def encode_words(self, text: str) -> list[list[int]]:
-        """Returns the token IDs of each word of `text`, in which spellings of special tokens are text.
+        """Returns the token IDs of each word of `text`; spellings of special tokens are plain text.
 
-        A word is what the tokenizer's pre-tokenizer cuts off, including spaces and punctuation: no token reaches beyond
-        it.
+        A word is a unit of the pre-tokenizer, spaces and punctuation included: no token spans two words.
         """
         encoding = self._literal.encode(text, add_special_tokens=False)
         pairs = zip(encoding.word_ids, encoding.ids, strict=True)

@@ -1,4 +1,4 @@
-"""Lets a draft model read and propose the target's token IDs when the two vocabularies are not quite equal."""
+"""Maps the target's token IDs to those of a draft model with another vocabulary."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from cluster.byte_encoder import ByteEncoder
 from cluster.tokenization import Tokenizer
 
-_NEAR_SHARE = 0.9  # share of the target's tokens that a draft has if the tokenizers are nearly equal
+_NEAR_SHARE = 0.9  # minimum share of the target's tokens in the draft of a nearly equal pair
 
 _Meaning = tuple[bytes, bool, bool]  # bytes of a token, whether it is special, whether it is a byte token
 
@@ -17,7 +17,7 @@ class VocabularyMap:
     """Maps the target's token IDs to the tokens of a draft model, by meaning.
 
     The meaning of a token is its bytes, whether it is special, and whether it is a byte token of SentencePiece. Models
-    only use byte tokens for characters without a token. Merges do not matter, because drafts never tokenize.
+    only use byte tokens for characters without a token. Merges do not matter: token IDs are mapped, not text.
     An ID without a token is padding and has no meaning.
 
     The loader gives the rows of the draft model's embedding and head a new order, `rows`, so that its tokens have new
@@ -59,7 +59,7 @@ class VocabularyMap:
 
     @property
     def is_foreign(self) -> bool:
-        """True if the tokenizers cut text so differently that the draft should read it as its own tokenizer cuts it."""
+        """True if few tokens are common and both are byte-level, so that the draft needs a translation."""
         is_near = self.num_common >= _NEAR_SHARE * self.num_target_tokens
         return not is_near and self.target.is_byte_level and self.draft.is_byte_level
 

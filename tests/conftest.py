@@ -18,8 +18,8 @@ from tests.order import ByGroup, put_in_order
 # gRPC's handler after a fork serves children that go on to use it. In a child that is about to run another program its
 # threads enter Python, which sometimes ends in a segmentation fault.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-# Threads of PyTorch's and of programs that wait for each other in a loop take the cores from other tests' processes: a
-# distillation next to other work takes four times the CPU seconds. This has to be set before PyTorch is imported.
+# By default idle OpenMP threads spin and take cores from other tests: a distillation in parallel with other work takes
+# four times the CPU seconds. This has to be set before PyTorch is imported.
 os.environ |= {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
 
 

@@ -190,8 +190,8 @@ class TargetConfig(WorkerConfig):
 class DraftConfig(WorkerConfig):
     model: str = Field(
         "outrider-draft-2m",
-        description="Hugging Face folder, hub name, or the name of a bundled model: a draft, best with the target's "
-        "tokenizer, an EAGLE head, or Medusa heads (`docs/MODELS.md`); read only if drafter is model, parallel, "
+        description="Hugging Face folder, hub name, or the name of a bundled model: a draft (best with the target's "
+        "tokenizer), an EAGLE head, or Medusa heads (`docs/MODELS.md`); read only if drafter is model, parallel, "
         "eagle, medusa or vllm",
     )
     replicas: Annotated[int, Field(ge=0)] = Field(

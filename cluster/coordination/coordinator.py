@@ -106,7 +106,7 @@ class Coordinator:
         self._began_at = 0.0
         self._waited_seconds = 0.0  # wait for proposals before this step
         self._collected: Mapping[SpeculativeSequence, Drafts] = {}  # drafts of the running step
-        self._verified: Mapping[SpeculativeSequence, Drafts] = {}  # the same; empty between steps
+        self._in_flight: Mapping[SpeculativeSequence, Drafts] = {}  # `_collected`, but {} between steps
         self._reservations = RowReservations(self.planner.steps, self.planner.max_depth)
         self._ended: list[_EndedStep] = []
 
@@ -141,7 +141,7 @@ class Coordinator:
         self.stats.other_seconds += time.thread_time() - started_at
 
     def reserve(self, decoding: Sequence[SpeculativeSequence]) -> dict[SpeculativeSequence, int]:
-        """Reserves rows for the drafts of `decoding` in the planned step, for engines that need their number early.
+        """Reserves rows for the drafts of `decoding` in the planned step, for engines that need the number early.
 
         Returns the number of rows by sequence. The step may be planned while the one before still runs.
         """
@@ -152,12 +152,12 @@ class Coordinator:
             depths[sequence] = self.planner.verified_depth(sequence) if may_come or sequence.num_ready else 0
         planner = self.planner
         if planner.measures and planner.steps.is_known:
-            # A request that sets its number of drafts, and a probe, get rows for all.
-            free = {
+            # Probes, and requests that set their number of drafts, get all their rows.
+            adjustable = {
                 s: n for s, n in depths.items() if n and s.num_speculative_tokens is None and s is not planner.probe
             }
-            num_other_rows = len(depths) + sum(depths.values()) - sum(free.values())
-            for sequence, num_rows in self._reservations.reserve(free, self._verified, num_other_rows).items():
+            num_other_rows = len(depths) + sum(depths.values()) - sum(adjustable.values())
+            for sequence, num_rows in self._reservations.reserve(adjustable, self._in_flight, num_other_rows).items():
                 sequence.reserved(num_rows)
                 depths[sequence] = num_rows
         return depths
@@ -181,7 +181,7 @@ class Coordinator:
             self._take_events()
         self._waited_seconds = self.stats.wait_seconds - waited_before
         self._begun = self._uncounted = decoding
-        drafts = self._collected = self._verified = self._drafts(decoding)
+        drafts = self._collected = self._in_flight = self._drafts(decoding)
         drafting_seconds = self._pool.drafting_seconds - drafting_before
         self.stats.critical_seconds += time.thread_time() - started_at - drafting_seconds
         return drafts
@@ -210,7 +210,7 @@ class Coordinator:
             self._openings.assign()
         self._send()
         if rounds or timing is not None:  # otherwise the step was empty
-            self._verified = {}
+            self._in_flight = {}
             is_as_planned = len(rounds) == len(self._begun) and not self._is_plain_step
             seconds, self._began_at = now - self._began_at, now
             self._ended.append(

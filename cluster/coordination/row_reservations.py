@@ -1,11 +1,11 @@
 """Reserves rows for drafts in a step that is scheduled while the step before it still runs.
 
-vLLM's asynchronous scheduler submits a step before its drafts are known (`cluster.vllm.async_scheduler`). A row costs
-the same time if its draft does not come. So rows are added in the order of their worth: the probability that the draft
-comes, times the probability that it is accepted. Their number is the one with the most tokens per second.
+vLLM's asynchronous scheduler submits a step before its drafts are known (`cluster.vllm.async_scheduler`). A row takes
+the same time with or without a draft. So rows are added in the order of their worth: the probability that the draft
+comes, times the probability that it is accepted. The number of rows maximises the predicted tokens per second.
 
-Whether drafts come depends on what the running step verifies. A drafter that does not run ahead has none for a sequence
-whose drafts are being verified.
+Whether drafts come depends on what the running step verifies. A drafter that does not run ahead only has what is left
+of the proposal that is being verified.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from cluster.speculation.acceptance_model import FloatArray, PositionRates
 from cluster.speculation.drafts import Drafts
 from cluster.speculation.step_times import StepTimes
 
-# Decay of the counts per step. Rows that were not worth their time are tried again after some hundred steps.
+# Decay of the counts per step. Rows that were not worth their time are tried again after a few hundred steps.
 _DECAY = 0.98
 
 
-class _Running(Enum):
-    """Drafts of a sequence that the running step verifies."""
+class _Verified(Enum):
+    """Part of a sequence's proposal that the running step verifies."""
 
-    NOTHING = 0
-    ALL = 1  # nothing of the proposal is left after the step
+    NONE = 0
+    WHOLE = 1  # nothing of the proposal is left after the step
     PART = 2  # if all are accepted, tokens of the proposal are left
 
 
@@ -38,10 +38,10 @@ class RowReservations:
 
     def __init__(self, steps: StepTimes, max_depth: int) -> None:
         self._steps = steps
-        # By number of drafts, from 1: how often a sequence had that many rows, and how often that many drafts came.
-        self._tried = {running: np.ones(max_depth) for running in _Running}
-        self._came = {running: np.ones(max_depth) for running in _Running}
-        self._reserved: dict[SpeculativeSequence, tuple[_Running, int]] = {}
+        # Decayed counts by n, from 1: sequences with at least n rows, and with at least n drafts that came.
+        self._tried = {part: np.ones(max_depth) for part in _Verified}
+        self._came = {part: np.ones(max_depth) for part in _Verified}
+        self._reserved: dict[SpeculativeSequence, tuple[_Verified, int]] = {}
 
     def reserve(
         self,
@@ -51,71 +51,71 @@ class RowReservations:
     ) -> dict[SpeculativeSequence, int]:
         """Returns the number of rows for the drafts of each sequence in the next step.
 
-        `depths`: the most drafts of each sequence; `verified`: drafts that the running step verifies, empty if none
+        `depths`: maximum drafts of each sequence; `verified`: drafts that the running step verifies, empty if none
         runs. `num_other_rows`: rows of the step that are not for these drafts.
         """
         if verified:
             self._learn(verified)
-        groups: dict[tuple[_Running, PositionRates], list[SpeculativeSequence]] = defaultdict(list)
+        groups: dict[tuple[_Verified, PositionRates], list[SpeculativeSequence]] = defaultdict(list)
         for sequence in depths:
             assert sequence.acceptance is not None
-            groups[_running(sequence, verified), sequence.acceptance.shared].append(sequence)
+            groups[_part_verified(sequence, verified), sequence.acceptance.shared].append(sequence)
         rows = {}
         self._reserved = {}
-        for (running, rates), most in self._most_rows(groups, depths, num_other_rows).items():
-            for sequence in groups[running, rates]:
+        for (part, rates), most in self._most_rows(groups, depths, num_other_rows).items():
+            for sequence in groups[part, rates]:
                 rows[sequence] = min(depths[sequence], most)
-                self._reserved[sequence] = running, rows[sequence]
+                self._reserved[sequence] = part, rows[sequence]
         return rows
 
     def _learn(self, verified: Mapping[SpeculativeSequence, Drafts]) -> None:
         """Learns from the drafts that came for the last reserved rows."""
         seen = Counter(
-            (running, num_rows, min(num_rows, len(verified[sequence])))
-            for sequence, (running, num_rows) in self._reserved.items()
+            (part, num_rows, min(num_rows, len(verified[sequence])))
+            for sequence, (part, num_rows) in self._reserved.items()
             if sequence in verified
         )
         for counts in (*self._tried.values(), *self._came.values()):
             counts *= _DECAY
-        for (running, num_rows, num_came), number in seen.items():
-            self._tried[running][:num_rows] += number
-            self._came[running][:num_came] += number
+        for (part, num_rows, num_came), number in seen.items():
+            self._tried[part][:num_rows] += number
+            self._came[part][:num_came] += number
 
     def _most_rows(
         self,
-        groups: Mapping[tuple[_Running, PositionRates], Sequence[SpeculativeSequence]],
+        groups: Mapping[tuple[_Verified, PositionRates], Sequence[SpeculativeSequence]],
         depths: Mapping[SpeculativeSequence, int],
         num_other_rows: int,
-    ) -> dict[tuple[_Running, PositionRates], int]:
-        """Returns the maximum rows for drafts of a sequence of each group."""
-        added = []  # worth of a row, number of rows, group
+    ) -> dict[tuple[_Verified, PositionRates], int]:
+        """Returns the maximum rows for drafts per sequence, by group."""
+        options = []  # worth of a row, number of rows, group
         for group, sequences in groups.items():
-            running, rates = group
-            worth = self._chances(running) * np.cumprod(rates.rates)
+            part, rates = group
+            worth = self._chances(part) * np.cumprod(rates.rates)
             for place in range(max(depths[sequence] for sequence in sequences)):
                 number = sum(depths[sequence] > place for sequence in sequences)
-                added.append((float(worth[place]), number, group))
-        added.sort(key=lambda row: row[0], reverse=True)
-        worths, numbers = np.array([row[0] for row in added]), np.array([row[1] for row in added], np.int64)
+                options.append((float(worth[place]), number, group))
+        options.sort(key=lambda row: row[0], reverse=True)
+        worths, numbers = np.array([row[0] for row in options]), np.array([row[1] for row in options], np.int64)
         tokens = num_other_rows + np.cumsum(np.concatenate([[0.0], worths * numbers]))
         seconds = self._steps.curve.at(num_other_rows + np.cumsum(np.concatenate([[0], numbers])))
         best = int(np.argmax(tokens / seconds))
         most = dict.fromkeys(groups, 0)
-        for _, _, group in added[:best]:
+        for _, _, group in options[:best]:
             most[group] += 1
         return most
 
-    def _chances(self, running: _Running) -> FloatArray:
+    def _chances(self, part: _Verified) -> FloatArray:
         """Returns for each number of drafts, from 1, the probability that at least this number comes."""
-        # One try that was met is added: rows that have not been tried for long are tried again.
-        chances = (self._came[running] + 1.0) / (self._tried[running] + 1.0)
+        # Adding one success makes rows worth trying again once their counts have decayed.
+        chances = (self._came[part] + 1.0) / (self._tried[part] + 1.0)
         return np.asarray(np.minimum.accumulate(chances), np.float64)
 
 
-def _running(sequence: SpeculativeSequence, verified: Mapping[SpeculativeSequence, Drafts]) -> _Running:
+def _part_verified(sequence: SpeculativeSequence, verified: Mapping[SpeculativeSequence, Drafts]) -> _Verified:
     drafts = verified.get(sequence)
     if not drafts:
-        return _Running.NOTHING
+        return _Verified.NONE
     num_proposed = 0 if sequence.proposal is None else len(sequence.proposal.token_ids)
     num_committed = len(drafts) + 1  # if all are accepted
-    return _Running.PART if num_proposed > num_committed else _Running.ALL
+    return _Verified.PART if num_proposed > num_committed else _Verified.WHOLE

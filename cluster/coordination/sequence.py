@@ -58,7 +58,7 @@ class SpeculativeSequence:
     )
     expected_tokens: float = 1.0  # mean number of tokens that a round with `depth` drafts commits
     expected_by: Sequence[float] | None = None  # mean number for 0, 1, ... drafts; None: not computed yet
-    num_rows: int = sys.maxsize  # rows for drafts in the next step, where they are reserved before drafts are collected
+    num_rows: int = sys.maxsize  # maximum drafts in the next step, if rows are reserved before drafts are collected
 
     # The link.
     link: ActiveLink | None = None

@@ -44,9 +44,9 @@ class _Own:
 class TranslatingDrafter(ModelDrafter):
     """Drafts chains with a model of the PyTorch engine. A step drafts one token of the model for each sequence.
 
-    The choice takes several levels. The probabilities of the draft tokens whose text begins with the same target token
-    are added, and the noise of that target token chooses among the sums. Among the draft tokens of the chosen sum, the
-    noise of the next position chooses by the second target token, and so on.
+    A draft token is chosen in rounds. Round i sums the probabilities of the draft tokens by their i-th target token.
+    The noise of these target tokens chooses among the sums. The rounds end when draft tokens without a further target
+    token have half of the probability that is left. Then the likeliest of them is taken.
 
     The last target token of the drafted text is undecided: it is only proposed after the next step, because it may
     merge with the text of the next draft token.
@@ -82,7 +82,7 @@ class TranslatingDrafter(ModelDrafter):
         own, translation = self._owns[sequence], self._translation
         news = sequence.token_ids[own.num_read : sequence.num_committed]
         own.num_read = sequence.num_committed
-        start = own.text.num_certain  # both texts have equal tokens before it
+        start = own.text.num_certain  # drafted and committed tokens are equal before it
         own.text.append(news)
         new_text = translation.token_bytes(news)
         certain = slice(start, own.text.num_certain)
@@ -130,7 +130,7 @@ class TranslatingDrafter(ModelDrafter):
             step.extended.append((sequence, sequence.tip, 1))
 
     def _extend(self, extended: Sequence[tuple[DraftSequence, int, int]], logits: torch.Tensor) -> None:
-        """Appends a token of the model to every sequence, and proposes the target's tokens that it decides."""
+        """Appends a token of the model to every sequence, and proposes the target tokens that become final."""
         if not extended:
             return
         weights = logits.double().softmax(dim=-1).cpu().numpy()
@@ -162,7 +162,7 @@ class _Choice:
     def __init__(
         self, sequence: DraftSequence, own: _Own, translation: Translation, weights: npt.NDArray[np.float64]
     ) -> None:
-        """`weights`: the model's probabilities, [number of draft IDs]; may be changed."""
+        """`weights`: the model's probabilities, [number of draft IDs]; changed in place."""
         self.sequence = sequence
         self.chosen: list[int] = []  # target tokens of the levels before
         self._own, self._translation = own, translation
@@ -180,7 +180,7 @@ class _Choice:
         self._check()
 
     def _merge_with(self, token_id: int) -> None:
-        """Finds the likely draft tokens whose text merges with `token_id`, which is decided if there are none."""
+        """Finds likely draft tokens that merge with `token_id`, and proposes it if there are none."""
         likely = np.argpartition(self._weights, -_NUM_MERGED)[-_NUM_MERGED:].tolist()
         joined = {i: self._translation.joined(token_id, i) for i in likely if self._weights[i] > 0.0}
         self._merged = {draft_id: pieces for draft_id, pieces in joined.items() if pieces[0] != token_id}
@@ -194,7 +194,7 @@ class _Choice:
         number = self._translation.num_target_ids
         sums: npt.NDArray[np.float64] = np.zeros(number)
         if self._undecided is None:
-            column = np.maximum(self._pieces[:, len(self.chosen)], 0)  # tokens without this piece have no weight
+            column = np.maximum(self._pieces[:, len(self.chosen)], 0)  # draft tokens without this piece have no weight
             sums += np.bincount(column, weights=self._weights, minlength=number)
         else:
             for draft_id, pieces in self._merged.items():
@@ -204,7 +204,7 @@ class _Choice:
             return np.log(sums).astype(np.float32)
 
     def choose(self, token_id: int) -> None:
-        """Chooses the target's token of this level."""
+        """Applies the target token that was sampled in this round."""
         undecided, self._undecided = self._undecided, None
         if token_id == undecided:
             self._propose(token_id)
@@ -225,7 +225,7 @@ class _Choice:
             self._keep(~ends)
 
     def _check(self) -> None:
-        """Ends the choice if no draft token is left that has tokens of the target."""
+        """Ends the choice and the drafting if no candidate is left."""
         if not self._weights.any():
             self.is_open, self.sequence.is_exhausted = False, True
 

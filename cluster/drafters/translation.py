@@ -15,21 +15,21 @@ from cluster.vocabulary_map import VocabularyMap
 
 _NUM_UNCERTAIN_WORDS = 4  # words at the end of a text that may be cut differently once the text continues
 _CACHE_SIZE = 1 << 16
-MAX_PIECES = 8  # target tokens of one draft token; only runs of spaces have more
+MAX_PIECES = 8  # maximum target tokens kept per draft token; few have more
 
 
 class Word(NamedTuple):
-    """A part of a text that no token of the draft reaches beyond."""
+    """A part of a text; no draft token spans two of them."""
 
     token_ids: list[int]  # the draft's
     num_bytes: int
 
 
 class Translation:
-    """Target tokens of the draft's tokens, and the reverse. Tokens are the same text if their bytes are.
+    """Translates draft tokens to target tokens, and back. Equal bytes mean equal text.
 
     A special token is translated to the special token with the same role or spelling. If there is none, the draft reads
-    its spelling, and never proposes it.
+    the token's spelling and never proposes the token.
     """
 
     def __init__(self, vocabulary: VocabularyMap) -> None:
@@ -44,10 +44,10 @@ class Translation:
         self._unreadable = re.compile(b"([" + re.escape(b"".join(unreadable)) + b"])" if unreadable else b"(?!)")
         self.num_target_ids = 1 + target.token_ids[-1]
         self.pieces: npt.NDArray[np.int64] = np.full((vocabulary.num_rows, MAX_PIECES), -1)
-        "For each draft ID, the first target tokens of its text, then -1, [draft's rows, MAX_PIECES]."
+        "By draft ID: its first target tokens, padded with -1, [num_rows, MAX_PIECES]."
         self.draft_ids: npt.NDArray[np.int64] = np.arange(vocabulary.num_rows)
         self.spellings = [b""] * vocabulary.num_rows
-        "For each draft ID, the bytes of its text in target tokens."
+        "By draft ID: the bytes of its target tokens."
         for draft_id in draft.token_ids:
             if draft_id < vocabulary.num_rows:
                 pieces = self._pieces_of(draft_id, target_ids)
@@ -74,7 +74,10 @@ class Translation:
         return self._to_target.encode(self._draft.token_bytes(draft_id))
 
     def _joined(self, token_id: int, draft_id: int) -> tuple[int, ...]:
-        """Returns the target's tokens of the target's `token_id` followed by the text of `draft_id`."""
+        """Returns the target's tokens of the target's `token_id` followed by the text of `draft_id`.
+
+        Returns only `token_id` if one of them is special; at most MAX_PIECES tokens.
+        """
         if self.is_special(token_id) or self.is_special(int(self.pieces[draft_id, 0])):
             return (token_id,)
         return tuple(self._to_target.encode(self.token_bytes([token_id]) + self.spellings[draft_id])[:MAX_PIECES])
@@ -86,7 +89,7 @@ class Translation:
         return self._to_draft.encode(self._target.token_bytes(token_id))
 
     def draft_words(self, text: bytes) -> list[Word]:
-        """Returns the words of `text`. Bytes that are no character, or have no token, are words of their own."""
+        """Returns the words of `text`. Invalid UTF-8, and ASCII bytes without a token, are words of their own."""
         words: list[Word] = []
         for part in self._unreadable.split(text):
             while part:
@@ -112,7 +115,7 @@ class Translation:
 
 
 class DraftText:
-    """A text that grows by the target's tokens, in the tokens into which the draft's tokenizer cuts it.
+    """Text that grows by target tokens, encoded by the draft's tokenizer.
 
     The tokenizer may cut the last words differently once the text continues. The first `num_certain` tokens never
     change, so only the text after them is encoded again. An unfinished character is spelled in tokens of its bytes.

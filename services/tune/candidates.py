@@ -1,4 +1,4 @@
-"""Settings that may solve the doctor's findings."""
+"""Settings that `outrider tune` tries."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ def candidates(
     """
     seen: set[Settings] = set()
     for settings in drafts:
-        seen.add(settings)
-        yield SettingsCandidate(settings, "a draft to compare")
+        if settings not in seen:
+            seen.add(settings)
+            yield SettingsCandidate(settings, "draft to compare")
     for finding in findings:
         for settings in _REMEDIES.get(finding.name, _none)(config, search_layers):
             if settings not in seen:

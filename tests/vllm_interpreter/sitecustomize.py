@@ -72,7 +72,7 @@ def _stay_asynchronous(cpu: ModuleType) -> None:
 
 
 def _sleep_while_waiting(queues: ModuleType) -> None:
-    """Has vLLM's processes sleep between two looks into their queues, where they would compute."""
+    """Makes vLLM's processes sleep between polls of their queues instead of spinning."""
     queues.sched_yield = lambda: time.sleep(_PAUSE_S)  # type: ignore[attr-defined]
 
 

@@ -356,7 +356,7 @@ def test_a_step_may_be_planned_before_the_one_before_it_has_ended(rounds: Rounds
 
 def test_a_request_that_sets_its_drafts_gets_all_its_rows(rounds: Rounds) -> None:
     for num_rows in range(1, 9):
-        rounds.coordinator.planner.steps.curve.observe(num_rows, float(num_rows))  # a row takes as long as a step
+        rounds.coordinator.planner.steps.curve.observe(num_rows, float(num_rows))  # time is proportional to rows
     rounds.proposes(3, 4, 5, 6, 7)
     rounds.coordinator.plan([rounds.sequence])
     assert rounds.coordinator.reserve([rounds.sequence]) == {rounds.sequence: K}

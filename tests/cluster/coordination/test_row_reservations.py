@@ -18,7 +18,7 @@ from .scripted import new_sequence
 
 DEPTH = 4
 STEP_SECONDS = 0.020
-CHEAP, DEAR = 1e-6, 1e-3  # seconds of a row
+CHEAP, COSTLY = 1e-6, 1e-3  # seconds of a row
 RATES = PositionRates(DEPTH)
 for _ in range(200):
     RATES.observe(DEPTH, DEPTH)
@@ -58,7 +58,7 @@ def learn(
         rows.reserve({}, dict.fromkeys(decoding, Drafts([5] * num_found)), 0)
 
 
-@pytest.mark.parametrize("seconds_a_row", [CHEAP, DEAR])
+@pytest.mark.parametrize("seconds_a_row", [CHEAP, COSTLY])
 def test_drafts_that_always_come_get_their_rows(seconds_a_row: float) -> None:
     rows, decoding = reservations(seconds_a_row), sequences(8)
     learn(rows, decoding, DEPTH)
@@ -66,16 +66,16 @@ def test_drafts_that_always_come_get_their_rows(seconds_a_row: float) -> None:
 
 
 def test_drafts_that_never_come_get_no_rows_that_cost_time() -> None:
-    dear, cheap, decoding = reservations(DEAR), reservations(CHEAP), sequences(8)
-    for rows in (dear, cheap):
+    costly, cheap, decoding = reservations(COSTLY), reservations(CHEAP), sequences(8)
+    for rows in (costly, cheap):
         learn(rows, decoding, 1)
-    assert set(reserved(dear, decoding).values()) == {1}
+    assert set(reserved(costly, decoding).values()) == {1}
     learn(cheap, decoding[:1], 1)
     assert reserved(cheap, decoding[:1])[decoding[0]] > 0
 
 
-def test_rows_that_were_closed_are_tried_again() -> None:
-    rows, decoding = reservations(DEAR), sequences(8)
+def test_unreserved_rows_are_tried_again() -> None:
+    rows, decoding = reservations(COSTLY), sequences(8)
     learn(rows, decoding, 0)
     tried = []
     for _ in range(1000):
@@ -83,8 +83,8 @@ def test_rows_that_were_closed_are_tried_again() -> None:
     assert 0 < sum(number > 0 for number in tried) < 50
 
 
-def test_what_the_running_step_verifies_tells_whether_drafts_come() -> None:
-    rows, idle, busy = reservations(DEAR), sequences(4), sequences(4, num_proposed=len(SOME))
+def test_arrival_depends_on_what_the_running_step_verifies() -> None:
+    rows, idle, busy = reservations(COSTLY), sequences(4), sequences(4, num_proposed=len(SOME))
     for _ in range(20):
         learn(rows, idle, DEPTH)
         learn(rows, busy, 0, SOME)
@@ -93,8 +93,8 @@ def test_what_the_running_step_verifies_tells_whether_drafts_come() -> None:
     assert {together[sequence] for sequence in busy} == {0}
 
 
-def test_a_proposal_of_which_tokens_are_left_is_another_case() -> None:
-    rows, without, with_rest = reservations(DEAR), sequences(4, len(SOME)), sequences(4, len(SOME) + 2)
+def test_partly_verified_proposals_are_counted_separately() -> None:
+    rows, without, with_rest = reservations(COSTLY), sequences(4, len(SOME)), sequences(4, len(SOME) + 2)
     for _ in range(20):
         learn(rows, without, 0, SOME)
         learn(rows, with_rest, DEPTH, SOME)

@@ -46,7 +46,7 @@ class TestDraftText:
     def test_it_is_what_the_drafts_tokenizer_makes_of_the_text(
         self, pair: tuple[Tokenizer, Tokenizer], translation: Translation
     ) -> None:
-        """After every token of the target at which no character is unfinished."""
+        """Checked after every target token that ends a character."""
         target, draft = pair
         text, so_far, num_compared = DraftText(translation), b"", 0
         for token_id in target.encode(TEXT):

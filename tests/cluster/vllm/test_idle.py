@@ -1,4 +1,4 @@
-"""vLLM's engine core with our schedulers in virtual time: why a device waits, and for how long."""
+"""vLLM's engine core with our schedulers in virtual time: how long the device idles."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SECONDS = 3.0
 
 @pytest.fixture(scope="module", autouse=True)
 def _environment(own_environment: None) -> None:
-    """vLLM sets variables."""
+    """vLLM changes os.environ."""
 
 
 def figures(target: str, draft: str, streams: int, *, is_async: bool) -> Figures:
@@ -37,7 +37,7 @@ def test_synchronous_steps_wait_for_all_work_of_the_host() -> None:
 
 
 def test_the_scheduler_waits_for_drafts_that_are_worth_it() -> None:
-    """One stream, whose drafts take part of a step's time: without a wait there would be fewer."""
+    """One stream: drafting takes part of a step, so not waiting would lose drafts."""
     found = figures("70B", "1B", 1, is_async=True)
     assert found.waited_ms > 0.1
     assert found.tokens_per_second > 2.0 * figures("70B", "", 1, is_async=True).tokens_per_second
@@ -52,5 +52,5 @@ def test_rows_are_not_reserved_for_drafts_that_do_not_come(target: str, draft: s
 
 
 def test_drafts_go_on_where_they_pay_a_little() -> None:
-    """Probes have rows, however few drafts came before."""
+    """Probes get rows even if few drafts came before."""
     assert figures("8B", "1B", 4, is_async=True).drafts > 0.1

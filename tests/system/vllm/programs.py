@@ -86,7 +86,7 @@ class Programs:
         ]
 
     def num_running(self) -> list[int]:
-        """Returns the number of running requests of each target, as the router knows it."""
+        """Returns the number of running requests of each target, as the router reports it."""
         return [target.get("running", 0) for target in self.health().get("targets", [])]
 
     def wait_ready(self) -> None:

@@ -24,8 +24,8 @@ SHORT_OF_BLOCKS = {
     "simulation.round_trip_ms": 15,
 }
 TWO_RANKS = {"target.tensor_parallel_size": 2}
-# An engine takes 40 s of a processor to start and to answer: `make test` has one for two settings of the target, and
-# drafts by a head for those by a model, which `tests/cluster/vllm/v2/test_device_drafts.py` has with the V2 runner.
+# An engine takes 40 CPU seconds, so `make test` combines two settings of the target in one, and leaves draft models to
+# `tests/cluster/vllm/v2/test_device_drafts.py`, which runs them with the V2 runner.
 CONFIGURATIONS: dict[str, Mapping[str, object]] = {
     "bfloat16": {"target.dtype": "bfloat16"},
     **length(

@@ -71,7 +71,7 @@ def is_running(pid: int) -> bool:
 
 
 def answers_through(programs: Programs, cases: list[Case], fault: Callable[[], None]) -> list[list[int]]:
-    """The answers with k = 4, with a `fault` while every target is answering."""
+    """Returns the answers at k = 4; `fault` is called while every target is answering."""
     assert eventually(lambda: not any(programs.num_running()))
     with ThreadPoolExecutor(1) as threads:
         answering = threads.submit(complete_all, programs.url, cases, num_speculative_tokens=4)
@@ -134,7 +134,7 @@ def test_same_tokens_when_a_target_dies_and_when_it_drains(
     judge: NearTieJudge,
     signum: signal.Signals,
 ) -> None:
-    """Its requests go on at the other, with their tokens. In the short form, test_lora.py kills a target."""
+    """Its requests continue on the other target with equal tokens. The short form kills one in test_lora.py."""
     programs.use("right")
     victim = programs.targets["first"].pid
     processes = [victim, *children_of(victim)]

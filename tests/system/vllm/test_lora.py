@@ -313,7 +313,7 @@ def test_there_is_room_for_some(folder: Path, client: httpx.Client, admin: httpx
 def test_a_request_moves_to_a_target_with_its_adapter(
     programs: Programs, lora_cases: list[Case], alone: list[list[int]], runners
 ) -> None:
-    """The last test here: the other target remains alone, unless there is time to start an engine."""
+    """Must be the last test: it removes a target, except in a soak run."""
     programs.use("right")
     victim = programs.targets["first"].pid
     processes = [victim, *children_of(victim)]

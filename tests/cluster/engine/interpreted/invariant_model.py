@@ -50,7 +50,7 @@ def test_the_same_logits_as_pytorchs(folder: Path) -> None:
 
 @pytest.fixture
 def fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check decodes some of its tokens one by one, not all of them."""
+    """The check decodes only some tokens one by one."""
     monkeypatch.setattr(invariance, "_CUTS", length(([1] * 7 + [38], *invariance._CUTS[1:]), invariance._CUTS))
 
 
@@ -83,7 +83,7 @@ def test_a_product_that_depends_on_the_height_is_found(
         )
 
     product = triton_linear.product
-    monkeypatch.setattr(invariance, "_CUTS", ())  # all of them are lower
+    monkeypatch.setattr(invariance, "_CUTS", ())  # none is high enough
     monkeypatch.setattr(triton_linear, "product", uneven)
     with pytest.raises(ConfigurationError, match="does not hold"):
         check_invariance(new_runner(tiny_folder(num_hidden_layers=NUM_LAYERS)))

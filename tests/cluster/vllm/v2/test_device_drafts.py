@@ -18,7 +18,7 @@ METHODS = {
     "draft model": {"method": "draft_model", "model": str(resolve_model_folder("outrider-draft-2m"))},
     "eagle": {"method": "eagle", "model": str(resolve_model_folder("outrider-eagle-12m"))},
 }
-# What decides about depths is the same code for both methods. Only a draft model has recorded steps, which are padded.
+# Both methods share the code that chooses depths. Only a draft model has recorded steps, which are padded.
 WAYS = {
     "draft model": ("without drafts", "of one depth", "tried", "chosen", "aborted", "padded"),
     "eagle": ("without drafts", "of one depth", *length((), ("of several depths", "tried", "aborted")), "chosen"),
