@@ -94,7 +94,11 @@ class GrammarMatcher(xgrammar.GrammarMatcher):
         Omits the last of several tokens: a model often chooses a longer token in its place, which extends beyond that
         text. In answers for 50 schemas (SmolLM2-135M) 86 % of the guesses are right without it, and 64 % with it.
         """
-        token_ids = self._vocabulary.spell(self.find_jump_forward_string().encode(), most + 1)
+        try:
+            text = self.find_jump_forward_string()
+        except UnicodeDecodeError:  # the answer ends inside a character: xgrammar's text begins with the rest of it
+            return []
+        token_ids = self._vocabulary.spell(text.encode(), most + 1)
         return token_ids[:-1] if len(token_ids) > 1 else token_ids[:most]
 
 

@@ -63,6 +63,7 @@ FORMS = (
 )
 GUESSED = Grammar("regex", "[0-9]the quick brown fox[0-9]")
 ANYTHING = Grammar("regex", ".*")
+OF_SEVERAL_BYTES = Grammar("regex", "[😀世]")
 UNUSABLE = (
     (Grammar("regex", "(unclosed"), "parenthesis"),
     (Grammar("ebnf", "rot ::= 1"), "cannot be used"),
@@ -84,7 +85,13 @@ def after(grammar: Grammar) -> Grammar:
 @pytest.fixture(scope="module")
 def compiled() -> dict[Grammar, CompiledGrammar | OutriderError]:
     """Results of one process for all grammars that do not need a process of their own."""
-    asked = [*FORMS, GUESSED, ANYTHING, *(each for one in UNUSABLE_GRAMMARS for each in (one, after(one)))]
+    asked = [
+        *FORMS,
+        GUESSED,
+        ANYTHING,
+        OF_SEVERAL_BYTES,
+        *(each for one in UNUSABLE_GRAMMARS for each in (one, after(one))),
+    ]
     return dict(zip(asked, run(*asked), strict=True))
 
 
@@ -111,6 +118,17 @@ def test_a_text_that_is_sure_to_come_is_guessed(compiled: dict[Grammar, Compiled
     assert "the quick brown fox".startswith(guessed)
     assert [list(matcher.likely_token_ids(most)) for most in (0, 1)] == [[], token_ids[:1]]
     assert all(matcher.accept_token(token) for token in token_ids)
+
+
+def test_nothing_is_guessed_inside_a_character(compiled: dict[Grammar, CompiledGrammar | OutriderError]) -> None:
+    grammar = compiled[OF_SEVERAL_BYTES]
+    assert isinstance(grammar, CompiledGrammar)
+    matcher = grammar.new_matcher()
+    tokens = TOKENIZER.encode("世", add_special_tokens=False)
+    assert len(tokens) > 1
+    for token in tokens:
+        assert list(matcher.likely_token_ids(9)) == []
+        assert matcher.accept_token(token)
 
 
 def test_no_special_token_is_part_of_a_text(compiled: dict[Grammar, CompiledGrammar | OutriderError]) -> None:
