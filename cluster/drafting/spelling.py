@@ -35,10 +35,11 @@ class Spelling:
         """Returns the sequence of `opening` in the drafter's tokens; None if the drafter has no tokens for it."""
         vocabulary, params, num_prompt_tokens = self._drafter.vocabulary, opening.params, opening.num_prompt_tokens
         prompt, rest = opening.token_ids[:num_prompt_tokens], opening.token_ids[num_prompt_tokens:]
-        if vocabulary is not None and not self._drafter.translates:
-            prompt, rest = vocabulary.spell(prompt), vocabulary.spell(rest)
+        if vocabulary is not None:
+            if not self._drafter.translates:
+                prompt, rest = vocabulary.spell(prompt), vocabulary.spell(rest)
             if params.logit_bias:
-                known = tuple(bias for bias in params.logit_bias if vocabulary.has(bias[0]))
+                known = tuple(bias for bias in params.logit_bias if self._may_propose(bias[0]))
                 params = replace(params, logit_bias=known)
         token_ids = [*prompt, *rest]
         biased = (token_id for token_id, _ in params.logit_bias)
@@ -55,6 +56,12 @@ class Spelling:
             num_added=len(token_ids) - len(opening.token_ids),
             wire_id=opening.wire_id,
         )
+
+    def _may_propose(self, token_id: int) -> bool:
+        """Returns True if the drafter, which has a vocabulary, may propose the target's `token_id`."""
+        assert self._drafter.vocabulary is not None
+        is_below = token_id < self._drafter.vocab_size
+        return is_below and (self._drafter.translates or self._drafter.vocabulary.has(token_id))
 
     def advance(self, sequence: DraftSequence, advance: Advance) -> tuple[Advance, int]:
         """Returns `advance` in the drafter's tokens, and how many tokens the conversion added.

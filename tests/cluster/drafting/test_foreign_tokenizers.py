@@ -100,6 +100,13 @@ def test_penalties_and_filters_apply_to_the_targets_tokens(draft: Path, text: li
         assert len({*drafts.token_ids}) >= K - 1
 
 
+def test_a_bias_of_an_id_without_a_token_is_ignored(draft: Path, text: list[int]) -> None:
+    """Models have more rows than their tokenizers have tokens, and requests may name every row."""
+    without = Worker(draft).open(text, SamplingParams(temperature=0.0))
+    biased = SamplingParams(temperature=0.0, logit_bias=((5000, 50.0),))
+    assert Worker(draft).open(text, biased).token_ids == without.token_ids
+
+
 def test_the_prefix_cache_keeps_certain_tokens_only(draft: Path, text: list[int]) -> None:
     """A sequence that begins like another one gets the proposals that it would get alone."""
     params = SamplingParams(temperature=0.0)
