@@ -59,6 +59,12 @@ _MAX_DEPTH = 16
 _PROMPTS, _ANSWERS = Lengths(PROMPT_TOKENS, PROMPT_TOKENS), Lengths(ANSWER_TOKENS // 2, ANSWER_TOKENS * 3 // 2)
 
 
+def step_curve(model: str, gpus: str, streams: int, rows: Sequence[int]) -> list[tuple[int, float]]:
+    """Returns the planner's milliseconds of steps of `rows`, with the context of half-finished answers."""
+    steps = Roofline(PlannedModel.parse(model), parse_gpus(gpus))
+    return [*curve_points(steps, streams, PROMPT_TOKENS + ANSWER_TOKENS / 2, rows)]
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     draft: str | None  # a key of DRAFTS; None: no speculation
@@ -69,8 +75,7 @@ class Case:
     acceptance: float
 
     def curve(self, model: str, gpus: str) -> list[tuple[int, float]]:
-        steps = Roofline(PlannedModel.parse(model), parse_gpus(gpus))
-        return [*curve_points(steps, self.streams, PROMPT_TOKENS + ANSWER_TOKENS / 2, _ROWS)]
+        return step_curve(model, gpus, self.streams, _ROWS)
 
     @property
     def draft_curve(self) -> list[tuple[int, float]]:

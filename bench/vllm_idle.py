@@ -22,13 +22,10 @@ from typing import Any
 import torch
 
 from bench.in_process import SIMULATED
-from bench.pool import ANSWER_TOKENS, DRAFTS, PROMPT_TOKENS
+from bench.pool import ANSWER_TOKENS, DRAFTS, PROMPT_TOKENS, step_curve
 from cluster.config.file import load_config
 from cluster.engine.limits import StepLimits
-from cluster.engine.memory_plan import PlannedModel
 from cluster.model_folder import resolve_model_folder
-from cluster.planning.hardware import parse_gpus
-from cluster.planning.steps import Roofline, curve_points
 from cluster.simulated_engines.steps import StepCurve
 from cluster.simulated_engines.tokens import token_at
 from cluster.simulator.drafts import VOCAB_SIZE, SimulatedDraft, VirtualDraft, VirtualPool
@@ -67,8 +64,7 @@ class Case:
         return self._curve(DRAFTS[self.draft], DRAFT_GPU) if self.draft else [(1, 0.0)]
 
     def _curve(self, model: str, gpus: str) -> list[tuple[int, float]]:
-        steps = Roofline(PlannedModel.parse(model), parse_gpus(gpus))
-        return [*curve_points(steps, self.streams, PROMPT_TOKENS + ANSWER_TOKENS / 2, _ROWS)]
+        return step_curve(model, gpus, self.streams, _ROWS)
 
 
 @dataclass(frozen=True, slots=True)

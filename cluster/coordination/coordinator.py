@@ -105,8 +105,7 @@ class Coordinator:
         self._is_plain_step = False  # the step that the drafts were collected for
         self._began_at = 0.0
         self._waited_seconds = 0.0  # wait for proposals before this step
-        self._collected: Mapping[SpeculativeSequence, Drafts] = {}  # drafts of the running step
-        self._in_flight: Mapping[SpeculativeSequence, Drafts] = {}  # `_collected`, but {} between steps
+        self._collected: Mapping[SpeculativeSequence, Drafts] = {}  # drafts of the running step; {} between steps
         self._reservations = RowReservations(self.planner.steps, self.planner.max_depth)
         self._ended: list[_EndedStep] = []
 
@@ -157,7 +156,7 @@ class Coordinator:
                 s: n for s, n in depths.items() if n and s.num_speculative_tokens is None and s is not planner.probe
             }
             num_other_rows = len(depths) + sum(depths.values()) - sum(adjustable.values())
-            for sequence, num_rows in self._reservations.reserve(adjustable, self._in_flight, num_other_rows).items():
+            for sequence, num_rows in self._reservations.reserve(adjustable, self._collected, num_other_rows).items():
                 sequence.reserved(num_rows)
                 depths[sequence] = num_rows
         return depths
@@ -181,7 +180,7 @@ class Coordinator:
             self._take_events()
         self._waited_seconds = self.stats.wait_seconds - waited_before
         self._begun = self._uncounted = decoding
-        drafts = self._collected = self._in_flight = self._drafts(decoding)
+        drafts = self._collected = self._drafts(decoding)
         drafting_seconds = self._pool.drafting_seconds - drafting_before
         self.stats.critical_seconds += time.thread_time() - started_at - drafting_seconds
         return drafts
@@ -210,12 +209,12 @@ class Coordinator:
             self._openings.assign()
         self._send()
         if rounds or timing is not None:  # otherwise the step was empty
-            self._in_flight = {}
             is_as_planned = len(rounds) == len(self._begun) and not self._is_plain_step
             seconds, self._began_at = now - self._began_at, now
             self._ended.append(
                 _EndedStep(rounds, self._collected, timing, seconds, self._waited_seconds, is_as_planned)
             )
+            self._collected = {}
         if timing is not None:
             self.timeline.steps.add(
                 StepSpan(
