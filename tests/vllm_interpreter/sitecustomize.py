@@ -59,14 +59,18 @@ def _spare_bookkeeping(_: ModuleType) -> None:
         setattr(owner, name, value)
 
 
-def _stay_asynchronous(cpu: ModuleType) -> None:
-    """Has vLLM schedule asynchronously on a CPU where that is asked for."""
+def _behave_as_on_a_gpu(cpu: ModuleType) -> None:
+    """Makes vLLM schedule asynchronously on a CPU if that is asked for, and fork its workers.
+
+    A worker that is spawned imports vLLM again, which takes it 10 CPU seconds.
+    """
     check = cpu.CpuPlatform.check_and_update_config.__func__
 
     def check_and_update_config(cls: type, vllm_config: Any) -> None:
         is_async = vllm_config.scheduler_config.async_scheduling
         check(cls, vllm_config)
         vllm_config.scheduler_config.async_scheduling = is_async
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
     cpu.CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
 
@@ -103,6 +107,6 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     sys.meta_path[:0] = [
         _After("triton.backends", _add_backend),
         _After("triton", _spare_bookkeeping),
-        _After("vllm.platforms.cpu", _stay_asynchronous),
+        _After("vllm.platforms.cpu", _behave_as_on_a_gpu),
         _After("vllm.distributed.device_communicators.shm_broadcast", _sleep_while_waiting),
     ]
