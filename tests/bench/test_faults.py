@@ -1,4 +1,4 @@
-"""The fault table in its short form: every fault, of every kind of program."""
+"""The fault table in its short form: faults of every kind of program."""
 
 from __future__ import annotations
 
@@ -11,29 +11,28 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bench.faults import FAULTS
 from tests.soak import length
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 500
 NUM_STREAMS = length(4, 8)
-# Programs that start take a processor, what is lost for a while takes time: each half has a cluster, at the same time.
-HALVES = (("kill", "drain", "rolling restart"), ("freeze", "cut off", "slow"))
+# Programs that start take a processor, what is lost for a while takes time: each group has a cluster, at the same time.
+# A program takes 2 CPU seconds to start: `make test` leaves out faults that tests/system has for targets and drafts.
+GROUPS = length((("kill", "cut off"),), (("kill", "drain", "rolling restart"), ("freeze", "cut off", "slow")))
 
 
 def test_no_request_fails_and_no_token_differs(tmp_path: Path) -> None:
     """In processes of their own, as they may enter network namespaces."""
-    assert {fault for half in HALVES for fault in half} == FAULTS.keys()
-    folders = [tmp_path / half[0] for half in HALVES]
+    folders = [tmp_path / group[0] for group in GROUPS]
     with contextlib.ExitStack() as running:
-        started = [running.enter_context(_started(half, folder)) for half, folder in zip(HALVES, folders, strict=True)]
+        started = [running.enter_context(_started(*one)) for one in zip(GROUPS, folders, strict=True)]
         deadline = time.monotonic() + SECONDS
         for folder, process in zip(folders, started, strict=True):
             code = process.wait(max(0.0, deadline - time.monotonic()))
             assert code == 0, (folder / "said").read_text(encoding="utf-8")[-20_000:]
-    for half, folder in zip(HALVES, folders, strict=True):
+    for group, folder in zip(GROUPS, folders, strict=True):
         rows = json.loads((folder / "faults.json").read_text(encoding="utf-8"))["rows"]
-        assert len(rows) == 1 + len(half) * 3
+        assert len(rows) == 1 + len(group) * 3
         for row in rows:
             assert row["num_sent"] == row["num_finished"] >= NUM_STREAMS, row
             assert row["num_different_tokens"] == 0, row
@@ -48,7 +47,7 @@ def _started(faults: Sequence[str], folder: Path) -> Iterator[subprocess.Popen[b
         process = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT)
     try:
         yield process
-    finally:  # where the other half failed, this one still runs
+    finally:  # where the other group failed, this one still runs
         if process.poll() is None:
             process.send_signal(signal.SIGINT)  # it ends its cluster and takes its namespaces away
             try:

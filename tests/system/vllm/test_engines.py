@@ -23,29 +23,11 @@ SHORT_OF_BLOCKS = {
     "target.max_model_len": 512,
     "simulation.round_trip_ms": 15,
 }
-TWO_RANKS = {"target.tensor_parallel_size": 2}
-# An engine takes 40 CPU seconds, so `make test` combines two settings of the target in one, and leaves draft models to
+# An engine takes 40 CPU seconds. `make test` leaves two ranks to `tests/system/ray/test_vllm.py`, and draft models to
 # `tests/cluster/vllm/v2/test_device_drafts.py`, which runs them with the V2 runner.
 CONFIGURATIONS: dict[str, Mapping[str, object]] = {
     "bfloat16": {"target.dtype": "bfloat16"},
-    **length(
-        {
-            "few blocks, a draft pool far away, two tensor-parallel ranks": {
-                **SHORT_OF_BLOCKS,
-                **TWO_RANKS,
-                "target.kv_cache_bytes": 2 * 2**20,  # of each rank
-            }
-        },
-        {
-            "few blocks and a draft pool far away": SHORT_OF_BLOCKS,
-            "two tensor-parallel ranks": TWO_RANKS,
-            "vLLM's own draft model": {
-                "draft.drafter": "engine",
-                "draft.speculative_config": "{method: draft_model}",
-                "speculation.num_speculative_tokens": 3,
-            },
-        },
-    ),
+    "few blocks and a draft pool far away": SHORT_OF_BLOCKS,
     "a vLLM draft": {"draft.drafter": "vllm", "draft.engine_args": "{enforce_eager: true}"},
     "vLLM's own EAGLE": {
         "draft.drafter": "engine",
@@ -53,10 +35,21 @@ CONFIGURATIONS: dict[str, Mapping[str, object]] = {
         "draft.speculative_config": "{method: eagle}",
         "speculation.num_speculative_tokens": 3,
     },
-    "vLLM's own n-gram": {
-        "draft.drafter": "engine",
-        "draft.speculative_config": "{method: ngram, prompt_lookup_max: 3, prompt_lookup_min: 1}",
-    },
+    **length(
+        {},
+        {
+            "two tensor-parallel ranks": {"target.tensor_parallel_size": 2},
+            "vLLM's own draft model": {
+                "draft.drafter": "engine",
+                "draft.speculative_config": "{method: draft_model}",
+                "speculation.num_speculative_tokens": 3,
+            },
+            "vLLM's own n-gram": {
+                "draft.drafter": "engine",
+                "draft.speculative_config": "{method: ngram, prompt_lookup_max: 3, prompt_lookup_min: 1}",
+            },
+        },
+    ),
 }
 MAX_DIFFERENT = {
     "bfloat16": length(2, 4)

@@ -35,7 +35,7 @@ def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=FAMILIES, ids=str)
 def folder(request: pytest.FixtureRequest, tiny_folder: Callable[..., Path]) -> Path:
-    return tiny_folder(**request.param)
+    return tiny_folder(num_hidden_layers=NUM_LAYERS, **request.param)
 
 
 def new_runner(folder: Path, form: type[InvariantTritonModel] = InvariantTritonModel) -> ModelRunner:
@@ -90,7 +90,7 @@ def test_a_product_that_depends_on_the_height_is_found(
 
 
 def test_a_step_without_logits(tiny_folder: Callable[..., Path]) -> None:
-    runner = new_runner(tiny_folder())
+    runner = new_runner(tiny_folder(num_hidden_layers=NUM_LAYERS))
     assert runner.run([Segment([1, 2, 3], 0, [0], 0)]).shape[0] == 0
 
 
@@ -99,11 +99,19 @@ def test_a_model_in_integers(tiny_folder: Callable[..., Path], quantization: Qua
     batch = pack([Segment([5, 6, 7], 0, [3], 3)], BLOCK_SIZE, CPU)
     logits = []
     for form in (TorchModel, InvariantTritonModel):
-        loaded = load_model(tiny_folder(), torch.float32, CPU, form=form, quantization=quantization)
+        loaded = load_model(
+            tiny_folder(num_hidden_layers=NUM_LAYERS), torch.float32, CPU, form=form, quantization=quantization
+        )
         logits.append(loaded.bind(KVCache(loaded.config, 8, BLOCK_SIZE, torch.float32, CPU)).forward(batch))
     torch.testing.assert_close(logits[1], logits[0], rtol=0, atol=1e-4)
 
 
 def test_groups_that_are_not_whole_blocks_are_refused(tiny_folder: Callable[..., Path]) -> None:
     with pytest.raises(ConfigurationError, match="quantization int4 with numerics 'invariant' on a GPU needs groups"):
-        load_model(tiny_folder(), torch.bfloat16, CPU, form=InvariantTritonModel, quantization=Quantization(4, 16))
+        load_model(
+            tiny_folder(num_hidden_layers=NUM_LAYERS),
+            torch.bfloat16,
+            CPU,
+            form=InvariantTritonModel,
+            quantization=Quantization(4, 16),
+        )
