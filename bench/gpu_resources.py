@@ -27,6 +27,7 @@ from cluster.engine.gpu_kernels import gate, norm, product, rotation
 from cluster.engine.gpu_kernels import paged_attention as attention
 from cluster.engine.gpu_kernels.product_tiles import TILES
 from cluster.engine.quantization import QuantizedWeight
+from cluster.speculation import triton_cut as cut
 from cluster.speculation import triton_noise as noise
 from cluster.speculation import triton_sampling as sampling
 
@@ -38,8 +39,8 @@ _TYPES = {
     **dict.fromkeys(
         ("block_tables", "row_starts", "context_lens", "prefix_lens", "positions", "paths", "slots"), "*i64"
     ),
-    **dict.fromkeys(("table", "shaped_rows", "appendix", "ids", "key_low", "key_high", "position"), "*i64"),
-    **dict.fromkeys(("allowed", "cuts", "chunk_ids"), "*i32"),
+    **dict.fromkeys(("table", "records", "shaped_rows", "appendix", "ids", "key_low", "key_high", "position"), "*i64"),
+    **dict.fromkeys(("allowed", "cuts", "chunk_equals", "chunk_ids"), "*i32"),
     "uniform": "*fp64",
     "scale": "fp32",
 }
@@ -112,9 +113,13 @@ def kernels() -> Iterator[Kernel]:
     chunk, options = {"chunk": sampling.CHUNK}, sampling.OPTIONS
     yield Kernel("sampling, shape", sampling.shape_kernel, chunk, options)
     yield Kernel("sampling, bias", sampling.bias_kernel, {"step": sampling.BIAS_STEP}, options)
-    yield Kernel("sampling, cut", sampling.cut_kernel, chunk, options)
+    yield Kernel("sampling, cut, best", cut.best_kernel, chunk, options)
+    for by_weight, name in ((False, "top-k"), (True, "top-p")):
+        constants = {"by_weight": by_weight, "step": cut.STEP, **chunk}
+        yield Kernel(f"sampling, cut, narrow {name}", cut.narrow_kernel, constants, options)
+    yield Kernel("sampling, cut, ties", cut.ties_kernel, chunk, options)
     for width in (1, 8):
-        constants = {"width": width, **chunk}
+        constants = {"width": width, "max_chunks": 128, **chunk}
         yield Kernel(f"sampling, draw the best {width}", sampling.draw_kernel, constants, options)
     yield Kernel("sampling, merge", sampling.merge_kernel, {"entries": 512}, options)
     yield Kernel("noise", noise._uniforms, {"num_blocks": noise._BLOCKS_PER_PROGRAM}, {"num_warps": 4})

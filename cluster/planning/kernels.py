@@ -27,9 +27,8 @@ from cluster.engine.memory_plan import PlannedModel
 _ROUNDING = 1e-9  # rounding error of divided and multiplied rows: it must not add a tile
 _LOGIT_BYTES = 4
 _SHAPING_PASSES = 2  # one read, and one write of the result that the other passes read
-_CUT_PASSES = 3  # the best score, the remainder of min-p, the scores equal to the cut
-_TOP_K_PASSES = 33  # at most all halvings of the scores' 2**32 orders, and one more
-_TOP_P_PASSES = 34  # at most all halvings of the scores' 2**32 orders, and one before
+_CUT_PASSES = 2  # the best score, the scores equal to the cut
+_SEARCH_PASSES = 8  # of top-k, and of top-p: 32 bits of a score's order, 4 bits a pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +128,9 @@ def sampling(model: PlannedModel, rows: float, logit_passes: int = 1) -> Kernel:
 def sampler_passes(*, is_shaped: bool = False, min_p: bool = False, top_k: bool = False, top_p: bool = False) -> int:
     """Returns the maximum number of passes over a row's logits, by the parameters of its request.
 
-    See `cluster.speculation.triton_sampling`. `is_shaped`: has penalties, biases or masks.
+    See `cluster.speculation.triton_cut`. `is_shaped`: has penalties, biases or masks.
     """
     passes = 1 + _SHAPING_PASSES * is_shaped
     if min_p or top_k or top_p:
-        passes += _CUT_PASSES + _TOP_K_PASSES * top_k + _TOP_P_PASSES * top_p
+        passes += _CUT_PASSES + _SEARCH_PASSES * (top_k + top_p)
     return passes

@@ -1,4 +1,4 @@
-"""Packs the rows of a step for the kernels of `triton_sampling.py`, and runs the kernels.
+"""Packs the rows of a step for the kernels of `triton_sampling.py` and `triton_cut.py`, and runs the kernels.
 
 Copies once to the device, and nothing back.
 """
@@ -20,13 +20,13 @@ from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.speculation.sampling import SampleRequest, counts_before
 from cluster.speculation.token_counts import TokenCounts
+from cluster.speculation.triton_cut import NUM_PASSES, RECORD_WORDS, STEP, best_kernel, narrow_kernel, ties_kernel
 from cluster.speculation.triton_sampling import (
     BIAS_STEP,
     CHUNK,
     COLUMNS,
     OPTIONS,
     bias_kernel,
-    cut_kernel,
     draw_kernel,
     merge_kernel,
     shape_kernel,
@@ -37,6 +37,7 @@ Words = npt.NDArray[np.int64]
 _WARM_UP_SIZE, _WARM_UP_WIDTHS = 64, (1, 2, 4, 8)
 POSITION, LOGIT_ROW = COLUMNS.index("position"), COLUMNS.index("logit_row")
 _LEAST_ENTRIES = 512  # minimum entries of a row's chunks: usual vocabularies and widths share one compiled kernel
+_LEAST_CHUNKS = 128  # minimum bound of a row's chunks: vocabularies of up to 524,288 tokens share one compiled kernel
 
 _COLUMN = {name: index for index, name in enumerate(COLUMNS)}
 
@@ -50,7 +51,9 @@ class RowTable:
     shaped_rows: torch.Tensor  # int64: rows whose logits a bias, a penalty or a mask changes
     masks: torch.Tensor  # int32 [num_masks, mask_words]; one word if there are no masks
     max_biases: int  # maximum number of biases of a row
-    has_filter: bool
+    has_filter: bool  # a row has min-p, top-k or top-p
+    has_top_k: bool
+    has_top_p: bool
     counts: tuple[TokenCounts, ...]  # kept alive, because `rows` contains their addresses
 
 
@@ -96,6 +99,7 @@ def table_of(requests: Sequence[SampleRequest], vocab_size: int, device: torch.d
             shaped_rows.extend(range(start, end))
         start = end
 
+    filters = [request.params for request in requests if request.params.has_filter]
     # Triton compiles again for pointers that are not multiples of 16 bytes: each part has an even number of words.
     border = rows.size + len(shaped_rows) + len(shaped_rows) % 2
     packed = np.zeros(border + appendix_len, dtype=np.int64)
@@ -112,7 +116,9 @@ def table_of(requests: Sequence[SampleRequest], vocab_size: int, device: torch.d
         if masks
         else torch.zeros(1, 1, dtype=torch.int32).to(device),
         max_biases=max_biases,
-        has_filter=any(request.params.has_filter for request in requests),
+        has_filter=bool(filters),
+        has_top_k=any(params.top_k > 0 for params in filters),
+        has_top_p=any(params.top_p < 1.0 for params in filters),
         counts=tuple(counted),
     )
 
@@ -123,7 +129,10 @@ def empty_table(num_rows: int, device: torch.device) -> RowTable:
     rows[:, LOGIT_ROW] = np.arange(num_rows)
     nothing = torch.zeros(0, dtype=torch.int64, device=device)
     no_masks = torch.zeros(1, 1, dtype=torch.int32, device=device)
-    return RowTable(torch.from_numpy(rows).to(device), nothing, nothing, no_masks, 0, has_filter=True, counts=())
+    on_device = torch.from_numpy(rows).to(device)
+    return RowTable(
+        on_device, nothing, nothing, no_masks, 0, has_filter=True, has_top_k=True, has_top_p=True, counts=()
+    )
 
 
 def row_of(params: SamplingParams, noise_key: NoiseKey) -> Words:
@@ -165,14 +174,35 @@ def draw(logits: torch.Tensor, table: RowTable, width: int) -> tuple[torch.Tenso
         if table.max_biases:
             num_steps = triton.cdiv(table.max_biases, BIAS_STEP)
             bias_kernel[(num_shaped, num_steps)](*inputs, *further, step=BIAS_STEP, **OPTIONS)
-    cuts = torch.empty(num_rows if table.has_filter else 1, 3, dtype=torch.int32, device=device)
-    if table.has_filter:
-        cut_kernel[(num_rows,)](cuts, *inputs, stride, vocab_size, chunk=CHUNK, **OPTIONS)
+    cuts = _cut(logits, table, shaped)
     return _draw(logits, table, cuts, shaped, width)
 
 
+def _cut(logits: torch.Tensor, table: RowTable, shaped: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the rows' cuts and the chunks' numbers of tokens at the cuts, as `ties_kernel` writes them.
+
+    The number of launches depends on which filters the table has, not on the logits. The sums are zeroed in every call:
+    in a recorded graph they belong to the graph.
+    """
+    num_rows, vocab_size, device = len(table.rows), logits.shape[-1], logits.device
+    num_chunks = triton.cdiv(vocab_size, CHUNK)
+    num_cuts = num_rows if table.has_filter else 1
+    cuts = torch.empty(num_cuts, 3, dtype=torch.int32, device=device)
+    chunk_equals = torch.empty(num_cuts, num_chunks, dtype=torch.int32, device=device)
+    if table.has_filter:
+        grid = (num_rows, num_chunks)
+        records = torch.zeros(num_rows, RECORD_WORDS, dtype=torch.int64, device=device)
+        inputs = (records, shaped, logits, table.rows, logits.stride(0), vocab_size)
+        best_kernel[grid](*inputs, chunk=CHUNK, **OPTIONS)
+        for by_weight, is_on in ((False, table.has_top_k), (True, table.has_top_p)):
+            for level in range(NUM_PASSES if is_on else 0):
+                narrow_kernel[grid](*inputs, level, by_weight=by_weight, chunk=CHUNK, step=STEP, **OPTIONS)
+        ties_kernel[grid](cuts, chunk_equals, *inputs, num_chunks, chunk=CHUNK, **OPTIONS)
+    return cuts, chunk_equals
+
+
 def _draw(
-    logits: torch.Tensor, table: RowTable, cuts: torch.Tensor, shaped: torch.Tensor, width: int
+    logits: torch.Tensor, table: RowTable, cuts: tuple[torch.Tensor, torch.Tensor], shaped: torch.Tensor, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     vocab_size, num_rows, device = logits.shape[-1], len(table.rows), logits.device
     num_chunks, padded_width = triton.cdiv(vocab_size, CHUNK), triton.next_power_of_2(width)
@@ -180,9 +210,10 @@ def _draw(
     chunk_scores = torch.empty(shape, device=device)
     chunk_ids = torch.empty(shape, dtype=torch.int32, device=device)
     draw_kernel[(num_rows, num_chunks)](
-        *(chunk_scores, chunk_ids, cuts, shaped, logits, table.rows, logits.stride(0), vocab_size, num_chunks),
+        *(chunk_scores, chunk_ids, *cuts, shaped, logits, table.rows, logits.stride(0), vocab_size, num_chunks),
         chunk=CHUNK,
         width=padded_width,
+        max_chunks=max(_LEAST_CHUNKS, triton.next_power_of_2(num_chunks)),
         **OPTIONS,
     )
     ids = torch.empty(num_rows, width, dtype=torch.int64, device=device)

@@ -1,7 +1,7 @@
 """Samples on a GPU in Triton: the kernels shape and filter logits, make the noise and draw.
 
     shape    applies bias, penalties and masks to the rows that have any of these
-    cut      finds the border of a row's filters: a score, and an ID among the tokens with that score
+    (the kernels of `triton_cut.py` find the border of each row's filters)
     draw     finds the best of `score + noise` in each chunk of a row's vocabulary
     merge    finds the best of a row's chunks
 
@@ -63,14 +63,14 @@ _TAIL_START = tl.constexpr(8)
 _TAIL_END = tl.constexpr(9)
 _BIAS_START = tl.constexpr(10)
 _NUM_BIASES = tl.constexpr(11)
-_TOP_K = tl.constexpr(12)
+TOP_K = tl.constexpr(12)
 _TEMPERATURE = tl.constexpr(13)
 _MIN_P = tl.constexpr(14)
-_TOP_P = tl.constexpr(15)
+TOP_P = tl.constexpr(15)
 _REPETITION = tl.constexpr(16)
 _FREQUENCY = tl.constexpr(17)
 _PRESENCE = tl.constexpr(18)
-_HAS_FILTER = tl.constexpr(19)
+HAS_FILTER = tl.constexpr(19)
 
 _LOG2_E = tl.constexpr(filters.LOG2_E)
 _LN2_HIGH = tl.constexpr(filters.LN2_HIGH)
@@ -86,13 +86,13 @@ _ONE = tl.constexpr(2.0**filters.MANTISSA_BITS)
 _BEST_WEIGHT = tl.constexpr(2.0**filters.WEIGHT_BITS)
 _SHIFT = tl.constexpr(filters.WEIGHT_BITS - filters.MANTISSA_BITS)
 
-_NO_SCORE = tl.constexpr(float("-inf"))
-_NO_KEY = tl.constexpr(-(2**31))  # below the key of any score
+NO_SCORE = tl.constexpr(float("-inf"))
 _NO_ID = tl.constexpr(2**30)
+ALL_EQUAL = tl.constexpr(2**30)  # more tokens than a vocabulary has: a cut with it keeps all tokens of its order
 
 
 @triton.jit
-def _number(row, column):  # type: ignore[no-untyped-def]
+def number(row, column):  # type: ignore[no-untyped-def]
     """Returns the float32 in a column."""
     return tl.load(row + column).to(tl.int32).to(tl.float32, bitcast=True)
 
@@ -103,7 +103,7 @@ def _shaped(value, tokens, bias, row, appendix, allowed, mask_words, is_there): 
     mask_row = tl.load(row + _MASK_ROW)
     if mask_row >= 0:
         word = tl.load(allowed + mask_row * mask_words + tokens // 32, mask=is_there, other=0)
-        value = tl.where(((word >> (tokens % 32)) & 1) == 1, value, _NO_SCORE)
+        value = tl.where(((word >> (tokens % 32)) & 1) == 1, value, NO_SCORE)
     value = value + bias
     in_prompt = tl.load(row + _IN_PROMPT)
     if in_prompt != 0:
@@ -113,12 +113,12 @@ def _shaped(value, tokens, bias, row, appendix, allowed, mask_words, is_there): 
             generated += tl.where(tokens == tl.load(appendix + place), 1.0, 0.0)
         is_generated = generated > 0
         is_known = tl.load(in_prompt.to(tl.pointer_type(tl.int8)) + tokens, mask=is_there, other=0) != 0
-        penalty = _number(row, _REPETITION)
+        penalty = number(row, _REPETITION)
         lowered = tl.where(value > 0, tl.div_rn(value, penalty + tl.zeros_like(value)), value * penalty)
         value = tl.where(is_known | is_generated, lowered, value)
-        value = value - generated * _number(row, _FREQUENCY)
-        value = value - tl.where(is_generated, _number(row, _PRESENCE), 0.0)
-    temperature = _number(row, _TEMPERATURE)
+        value = value - generated * number(row, _FREQUENCY)
+        value = value - tl.where(is_generated, number(row, _PRESENCE), 0.0)
+    temperature = number(row, _TEMPERATURE)
     divisor = tl.where(temperature == 0.0, 1.0, temperature)
     return tl.div_rn(value, divisor + tl.zeros_like(value))
 
@@ -153,26 +153,26 @@ def bias_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _scores(row, shaped, logits, logit_stride, vocab_size, tokens):  # type: ignore[no-untyped-def]
+def scores_of(row, shaped, logits, logit_stride, vocab_size, tokens):  # type: ignore[no-untyped-def]
     """Returns the shaped logits of `tokens`, before the filters of the row's request; -inf past the vocabulary."""
     is_there = tokens < vocab_size
     source = tl.load(row + _SOURCE)
     if source >= 0:
-        value = tl.load(shaped + source * vocab_size + tokens, mask=is_there, other=_NO_SCORE)
+        value = tl.load(shaped + source * vocab_size + tokens, mask=is_there, other=NO_SCORE)
     else:
-        value = tl.load(logits + tl.load(row + _LOGIT_ROW) * logit_stride + tokens, mask=is_there, other=_NO_SCORE)
+        value = tl.load(logits + tl.load(row + _LOGIT_ROW) * logit_stride + tokens, mask=is_there, other=NO_SCORE)
         value = value.to(tl.float32)
-        temperature = _number(row, _TEMPERATURE)
+        temperature = number(row, _TEMPERATURE)
         divisor = tl.where(temperature == 0.0, 1.0, temperature)
         value = tl.div_rn(value, divisor + tl.zeros_like(value))
     return value
 
 
 @triton.jit
-def _weights(scores, best):  # type: ignore[no-untyped-def]
+def weights_of(scores, best):  # type: ignore[no-untyped-def]
     """Computes `filters.weights`, operation by operation."""
     from_best = tl.where(scores == best, 0.0, scores - best)
-    distance = tl.where(scores > _NO_SCORE, from_best, _LOWEST)
+    distance = tl.where(scores > NO_SCORE, from_best, _LOWEST)
     distance = tl.maximum(distance, _LOWEST)
     power = tl.floor(distance * _LOG2_E + 0.5)
     rest = (distance - power * _LN2_HIGH) - power * _LN2_LOW
@@ -182,146 +182,28 @@ def _weights(scores, best):  # type: ignore[no-untyped-def]
     polynomial = polynomial * rest + _COEFFICIENT_4
     polynomial = polynomial * rest + _COEFFICIENT_5
     mantissa = (polynomial * (rest * rest) + rest) + 1.0
-    integer = (mantissa * _ONE).to(tl.int64) << _SHIFT
-    return integer >> tl.minimum(0.0 - power, 63.0).to(tl.int64)
+    integer = (mantissa * _ONE).to(tl.int32).to(tl.int64) << _SHIFT  # GPUs convert to int64 slowly
+    return integer >> tl.minimum(0.0 - power, 63.0).to(tl.int32).to(tl.int64)
 
 
 @triton.jit
-def _order(scores):  # type: ignore[no-untyped-def]
-    """Returns int32 with the order of `scores`; equal scores give equal numbers."""
-    bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+def order_of(scores):  # type: ignore[no-untyped-def]
+    """Returns uint32 with the order of `scores`; equal scores give equal numbers. No score has the number 0."""
+    bits = tl.where(scores == 0.0, 0.0, scores).to(tl.uint32, bitcast=True)
+    return bits ^ tl.where(scores < 0.0, 0xFFFFFFFF, 0x80000000).to(tl.uint32)
 
 
 @triton.jit
-def _is_kept(order, tokens, cut_order, cut_id):  # type: ignore[no-untyped-def]
-    return (order > cut_order) | ((order == cut_order) & (tokens <= cut_id))
+def score_of(order):  # type: ignore[no-untyped-def]
+    """Returns the score with that order, a scalar."""
+    bits = order ^ tl.where(order >= 0x80000000, 0x80000000, 0xFFFFFFFF).to(tl.uint32)
+    return bits.to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["logit_stride", "vocab_size"])  # type: ignore[untyped-decorator]
-def cut_kernel(  # type: ignore[no-untyped-def]
-    cuts, shaped, logits, table, logit_stride, vocab_size, chunk: tl.constexpr
-):
-    """Program (row): writes the bits of the best score, and the cut: a score's order and an ID. int32 [num_rows, 3].
-
-    Tokens with a lower order are removed, and at the cut's order those with a higher ID. All counts and sums are
-    integers, so neither the order of sums nor the division into chunks matters.
-    """
-    row = table + tl.program_id(0) * WIDTH
-    cuts += tl.program_id(0) * 3
-    if tl.load(row + _HAS_FILTER) == 0:
-        return
-    lanes = tl.arange(0, chunk)
-    top_k = tl.load(row + _TOP_K)
-    top_p = _number(row, _TOP_P).to(tl.float64)
-    least = _number(row, _MIN_P).to(tl.float64) * _BEST_WEIGHT
-
-    bests = tl.full([chunk], _NO_SCORE, tl.float32)
-    for first in range(0, vocab_size, chunk):
-        bests = tl.maximum(bests, _scores(row, shaped, logits, logit_stride, vocab_size, first + lanes))
-    best = tl.max(bests, 0)
-
-    lowest = tl.full([chunk], 2**31 - 1, tl.int32)
-    for first in range(0, vocab_size, chunk):
-        scores = _scores(row, shaped, logits, logit_stride, vocab_size, first + lanes)
-        survives = (_weights(scores, best).to(tl.float64) >= least) & (scores > _NO_SCORE)
-        lowest = tl.minimum(lowest, tl.where(survives, _order(scores), 2**31 - 1))
-    low = tl.min(lowest, 0).to(tl.int64) - 1
-    high = _order(best + tl.zeros([1], tl.float32))
-    high = tl.max(high, 0).to(tl.int64)
-
-    # Find the lowest order with at most k tokens above it. Tokens of that order are kept until k tokens are kept.
-    cut_order = low
-    num_equal = tl.zeros([], tl.int64) + vocab_size
-    if top_k > 0:
-        start, end = low, high
-        while start < end:
-            middle = start + ((end - start) >> 1)
-            counts = tl.zeros([chunk], tl.int64)
-            for first in range(0, vocab_size, chunk):
-                scores = _scores(row, shaped, logits, logit_stride, vocab_size, first + lanes)
-                survives = (_weights(scores, best).to(tl.float64) >= least) & (scores > _NO_SCORE)
-                counts += (survives & (_order(scores) > middle)).to(tl.int64)
-            above = tl.sum(counts, 0)
-            start = tl.where(above < top_k, start, tl.where(above == top_k, middle, middle + 1))
-            end = tl.where(above <= top_k, middle, end)
-        cut_order = start
-        counts = tl.zeros([chunk], tl.int64)
-        for first in range(0, vocab_size, chunk):
-            scores = _scores(row, shaped, logits, logit_stride, vocab_size, first + lanes)
-            survives = (_weights(scores, best).to(tl.float64) >= least) & (scores > _NO_SCORE)
-            counts += (survives & (_order(scores) > cut_order)).to(tl.int64)
-        num_equal = top_k - tl.sum(counts, 0)
-
-    if top_p < 1.0:
-        # Sum the weights of the tokens above the cut. All tokens at the cut have the same weight.
-        masses = tl.zeros([chunk], tl.int64)
-        equals = tl.zeros([chunk], tl.int64)
-        weight_of_equals = tl.zeros([chunk], tl.int64)
-        for first in range(0, vocab_size, chunk):
-            scores = _scores(row, shaped, logits, logit_stride, vocab_size, first + lanes)
-            weights = _weights(scores, best)
-            order = _order(scores)
-            survives = (weights.to(tl.float64) >= least) & (scores > _NO_SCORE)
-            masses += tl.where(survives & (order > cut_order), weights, 0)
-            equals += (survives & (order == cut_order)).to(tl.int64)
-            weight_of_equals = tl.maximum(weight_of_equals, tl.where(survives & (order == cut_order), weights, 0))
-        kept_equals = tl.minimum(tl.sum(equals, 0), num_equal)
-        weight = tl.max(weight_of_equals, 0)
-        mass = top_p * (tl.sum(masses, 0) + kept_equals * weight).to(tl.float64)
-        # Find the lowest order such that the tokens above it have less than `mass`.
-        start, end = cut_order, high
-        while start < end:
-            middle = start + ((end - start) >> 1)
-            masses = tl.zeros([chunk], tl.int64)
-            for first in range(0, vocab_size, chunk):
-                scores = _scores(row, shaped, logits, logit_stride, vocab_size, first + lanes)
-                weights = _weights(scores, best)
-                survives = (weights.to(tl.float64) >= least) & (scores > _NO_SCORE)
-                masses += tl.where(survives & (_order(scores) > middle), weights, 0)
-            is_less = tl.sum(masses, 0).to(tl.float64) < mass
-            start = tl.where(is_less, start, middle + 1)
-            end = tl.where(is_less, middle, end)
-        masses = tl.zeros([chunk], tl.int64)
-        weight_of_equals = tl.zeros([chunk], tl.int64)
-        for first in range(0, vocab_size, chunk):
-            scores = _scores(row, shaped, logits, logit_stride, vocab_size, first + lanes)
-            weights = _weights(scores, best)
-            order = _order(scores)
-            survives = (weights.to(tl.float64) >= least) & (scores > _NO_SCORE)
-            masses += tl.where(survives & (order > start), weights, 0)
-            weight_of_equals = tl.maximum(weight_of_equals, tl.where(survives & (order == start), weights, 0))
-        above, weight = tl.sum(masses, 0), tl.max(weight_of_equals, 0)
-        # Count the tokens of that order with less than `mass` before them. The first one always stays.
-        first_out, last_out = tl.zeros([], tl.int64) + 1, tl.zeros([], tl.int64) + vocab_size
-        while first_out < last_out:
-            middle = first_out + ((last_out - first_out) >> 1)
-            is_less = (above + middle * weight).to(tl.float64) < mass
-            first_out = tl.where(is_less, middle + 1, first_out)
-            last_out = tl.where(is_less, last_out, middle)
-        num_equal = tl.where(start == cut_order, tl.minimum(num_equal, first_out), first_out)
-        cut_order = start
-
-    # Find the ID up to which `num_equal` tokens have that order. Rarely more tokens have it.
-    equals = tl.zeros([chunk], tl.int64)
-    for first in range(0, vocab_size, chunk):
-        scores = _scores(row, shaped, logits, logit_stride, vocab_size, first + lanes)
-        equals += ((_order(scores) == cut_order) & (scores > _NO_SCORE)).to(tl.int64)
-    first_id = tl.where(tl.sum(equals, 0) <= num_equal, tl.zeros([], tl.int64) + vocab_size, -1)
-    last_id = tl.where(num_equal == 0, tl.zeros([], tl.int64) - 1, vocab_size)
-    while first_id < last_id:
-        middle = first_id + ((last_id - first_id) >> 1)
-        counts = tl.zeros([chunk], tl.int64)
-        for first in range(0, vocab_size, chunk):
-            tokens = first + lanes
-            scores = _scores(row, shaped, logits, logit_stride, vocab_size, tokens)
-            counts += ((_order(scores) == cut_order) & (scores > _NO_SCORE) & (tokens <= middle)).to(tl.int64)
-        is_enough = tl.sum(counts, 0) >= num_equal
-        first_id = tl.where(is_enough, first_id, middle + 1)
-        last_id = tl.where(is_enough, middle, last_id)
-    tl.store(cuts, best.to(tl.int32, bitcast=True))
-    tl.store(cuts + 1, cut_order.to(tl.int32))
-    tl.store(cuts + 2, first_id.to(tl.int32))
+@triton.jit
+def least_weight(row):  # type: ignore[no-untyped-def]
+    """Returns the minimum weight of the tokens that min-p keeps; 0 without min-p."""
+    return tl.ceil(number(row, _MIN_P).to(tl.float64) * _BEST_WEIGHT).to(tl.int64)
 
 
 @triton.jit
@@ -346,23 +228,31 @@ def _noise(word):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["logit_stride", "vocab_size", "num_chunks"])  # type: ignore[untyped-decorator]
 def draw_kernel(  # type: ignore[no-untyped-def]
-    chunk_scores, chunk_ids, cuts, shaped, logits, table, logit_stride, vocab_size, num_chunks,
-    chunk: tl.constexpr, width: tl.constexpr,
+    chunk_scores, chunk_ids, cuts, chunk_equals, shaped, logits, table, logit_stride, vocab_size, num_chunks,
+    chunk: tl.constexpr, width: tl.constexpr, max_chunks: tl.constexpr,
 ):  # fmt: skip
     """Program (row, chunk): finds the `width` best tokens of the chunk, in no order."""
     index = tl.program_id(0)
     row = table + index * WIDTH
     block = tl.program_id(1) * (chunk // 8) + tl.arange(0, chunk // 8)
     tokens = tl.program_id(1) * chunk + tl.arange(0, chunk)
-    scores = _scores(row, shaped, logits, logit_stride, vocab_size, tokens)
-    if tl.load(row + _HAS_FILTER) != 0:
+    scores = scores_of(row, shaped, logits, logit_stride, vocab_size, tokens)
+    if tl.load(row + HAS_FILTER) != 0:
         best = tl.load(cuts + index * 3).to(tl.float32, bitcast=True)
-        kept = _is_kept(_order(scores), tokens, tl.load(cuts + index * 3 + 1), tl.load(cuts + index * 3 + 2))
-        kept = kept & (_weights(scores, best).to(tl.float64) >= _number(row, _MIN_P).to(tl.float64) * _BEST_WEIGHT)
-        scores = tl.where(kept, scores, _NO_SCORE)
+        cut_order = tl.load(cuts + index * 3 + 1).to(tl.uint32, bitcast=True)
+        num_equal = tl.load(cuts + index * 3 + 2)
+        order = order_of(scores)
+        is_equal = order == cut_order
+        if num_equal < ALL_EQUAL:  # the tokens with the lowest IDs stay
+            chunks = tl.arange(0, max_chunks)
+            is_before = chunks < tl.program_id(1)
+            num_before = tl.sum(tl.load(chunk_equals + index * num_chunks + chunks, mask=is_before, other=0), 0)
+            is_equal = is_equal & (tl.cumsum(is_equal.to(tl.int32), 0) <= num_equal - num_before)
+        kept = ((order > cut_order) | is_equal) & (weights_of(scores, best) >= least_weight(row))
+        scores = tl.where(kept, scores, NO_SCORE)
     bounds = scores
     words = tl.zeros([chunk], tl.uint32)
-    is_drawn = _number(row, _TEMPERATURE) > 0.0
+    is_drawn = number(row, _TEMPERATURE) > 0.0
     if is_drawn:
         key_low, key_high = tl.load(row + _KEY_LOW), tl.load(row + _KEY_HIGH)
         c0, c1, c2, c3 = philox(key_low, key_high, tl.load(row + _POSITION), block)
@@ -377,14 +267,14 @@ def draw_kernel(  # type: ignore[no-untyped-def]
 
     # Score the token with the largest bound, until all bounds are below the worst of the best scores. A token whose
     # bound equals that score may still win, because its ID may be lower.
-    best_scores = tl.full([width], _NO_SCORE, tl.float32)
+    best_scores = tl.full([width], NO_SCORE, tl.float32)
     best_ids = _NO_ID + tl.arange(0, width)
     worst = tl.min(best_scores, 0)
     largest = tl.max(bounds, 0)
-    while (largest > _NO_SCORE) & (largest >= worst):
+    while (largest > NO_SCORE) & (largest >= worst):
         token = tl.min(tl.where(bounds == largest, tokens, _NO_ID), 0)
         is_token = tokens == token
-        score = tl.max(tl.where(is_token, scores, _NO_SCORE), 0)
+        score = tl.max(tl.where(is_token, scores, NO_SCORE), 0)
         if is_drawn:
             score = score + _noise(tl.sum(tl.where(is_token, words, tl.zeros_like(words)), 0))
         last = tl.max(tl.where(best_scores == worst, best_ids, -1), 0)
@@ -392,7 +282,7 @@ def draw_kernel(  # type: ignore[no-untyped-def]
         is_replaced = (best_scores == worst) & (best_ids == replaced)
         best_scores = tl.where(is_replaced, score, best_scores)
         best_ids = tl.where(is_replaced, token, best_ids)
-        bounds = tl.where(is_token, _NO_SCORE, bounds)
+        bounds = tl.where(is_token, NO_SCORE, bounds)
         worst = tl.min(best_scores, 0)
         largest = tl.max(bounds, 0)
     place = (index * num_chunks + tl.program_id(1)) * width + tl.arange(0, width)
@@ -407,12 +297,12 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     """Program (row): sorts the best of its entries in descending order, among equals the lowest ID first."""
     index = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, entries)
-    left = tl.load(chunk_scores + index * num_entries + place, mask=place < num_entries, other=_NO_SCORE)
+    left = tl.load(chunk_scores + index * num_entries + place, mask=place < num_entries, other=NO_SCORE)
     tokens = tl.load(chunk_ids + index * num_entries + place, mask=place < num_entries, other=_NO_ID)
     for rank in range(num_wanted):
         score = tl.max(left, 0)
         token = tl.min(tl.where(left == score, tokens, _NO_ID), 0)
-        token = tl.where(score > _NO_SCORE, token, 0)
+        token = tl.where(score > NO_SCORE, token, 0)
         tl.store(ids + index * num_wanted + rank, token.to(tl.int64))
         tl.store(scores + index * num_wanted + rank, score)
-        left = tl.where(tokens == token, _NO_SCORE, left)
+        left = tl.where(tokens == token, NO_SCORE, left)

@@ -62,9 +62,9 @@ def test_the_sampler_reads_the_logits_of_sampled_rows() -> None:
 def test_passes_over_logits() -> None:
     assert sampler_passes() == 1  # drawing
     assert sampler_passes(is_shaped=True) == 3  # read and written before
-    assert sampler_passes(min_p=True) == 4
-    # halving 2^32 orders takes 32 passes for top-k, with one more, and 32 for top-p, with two
-    assert sampler_passes(top_k=True, top_p=True) == 4 + 33 + 34
+    assert sampler_passes(min_p=True) == 3
+    # 32 bits of an order, four in each pass
+    assert sampler_passes(top_k=True, top_p=True) == 3 + 8 + 8
 
 
 def test_a_burst_is_k_of_its_mean_step() -> None:
