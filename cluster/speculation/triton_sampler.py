@@ -101,20 +101,26 @@ def table_of(requests: Sequence[SampleRequest], vocab_size: int, device: torch.d
 
     filters = [request.params for request in requests if request.params.has_filter]
     # Triton compiles again for pointers that are not multiples of 16 bytes: each part has an even number of words.
-    border = rows.size + len(shaped_rows) + len(shaped_rows) % 2
-    packed = np.zeros(border + appendix_len, dtype=np.int64)
-    packed[: rows.size] = rows.ravel()
-    packed[rows.size : rows.size + len(shaped_rows)] = shaped_rows
+    mask_words = max(masks[0].shape[1], 1) if masks else 1
+    num_mask_words = max(num_masked, 1) * mask_words  # int32
+    masks_at = rows.size + len(shaped_rows) + len(shaped_rows) % 2
+    appendix_at = masks_at + 2 * -(-num_mask_words // 4)
+    # Only copies from pinned memory do not make the host wait.
+    packed = torch.zeros(appendix_at + appendix_len, dtype=torch.int64, pin_memory=device.type == "cuda")
+    words = packed.numpy()
+    words[: rows.size] = rows.ravel()
+    words[rows.size : rows.size + len(shaped_rows)] = shaped_rows
+    if masks:
+        own_words = packed[masks_at:appendix_at].view(torch.int32)[:num_mask_words]
+        torch.cat(masks, out=own_words.view(num_masked, mask_words))
     if appendix:
-        packed[border:] = np.concatenate(appendix)
-    on_device = torch.from_numpy(packed).to(device, non_blocking=True)
+        words[appendix_at:] = np.concatenate(appendix)
+    on_device = packed.to(device, non_blocking=True)
     return RowTable(
         rows=on_device[: rows.size].view(num_rows, len(COLUMNS)),
-        appendix=on_device[border:],
+        appendix=on_device[appendix_at:],
         shaped_rows=on_device[rows.size : rows.size + len(shaped_rows)],
-        masks=torch.cat(masks).to(device, non_blocking=True)
-        if masks
-        else torch.zeros(1, 1, dtype=torch.int32).to(device),
+        masks=on_device[masks_at:appendix_at].view(torch.int32)[:num_mask_words].view(-1, mask_words),
         max_biases=max_biases,
         has_filter=bool(filters),
         has_top_k=any(params.top_k > 0 for params in filters),
