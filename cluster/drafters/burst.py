@@ -60,7 +60,12 @@ class Burst:
         self._table = empty_table(largest, self._device)
         self._tokens = numbers(largest, MAX_STEPS)
         self._place = numbers(1)  # position of the next tokens in `_tokens`
-        self._steps = {size: record(self._step(model, size)) for size in reversed(self._sizes)}
+        # By size, and whether a row has filters: these take 18 launches, even if no row has any.
+        self._steps = {
+            (size, has_filter): record(self._step(model, size, has_filter=has_filter))
+            for size in reversed(self._sizes)
+            for has_filter in (False, True)
+        }
 
     @classmethod
     def of(cls, runner: ModelRunner, limits: StepLimits, vocabulary: VocabularyMap | None = None) -> Burst | None:
@@ -98,8 +103,9 @@ class Burst:
             for numbers in (self._inputs.positions, self._ends):  # clear the rows that pad the step to its size
                 numbers[num_rows:size].fill_(0)
             self._inputs.slots[:size].copy_(self._slots(size))
+            step = self._steps[size, table.has_filter]
             for _ in range(num_steps):
-                self._steps[size]()
+                step()
         drawn: list[list[int]] = self._tokens[:num_rows, : num_steps + 1].tolist()
         return [row[:count] for row, count in zip(drawn, num_tokens, strict=True)]
 
@@ -130,9 +136,9 @@ class Burst:
         self._table.rows[:num_rows, POSITION].add_(1)
         self._place.fill_(1)
 
-    def _step(self, model: TritonModel, size: int) -> Callable[[], None]:
+    def _step(self, model: TritonModel, size: int, *, has_filter: bool) -> Callable[[], None]:
         view = first_rows(self._inputs, size)
-        table = replace(self._table, rows=self._table.rows[:size])
+        table = replace(self._table, rows=self._table.rows[:size], has_filter=has_filter)
         moved_on = (view.positions, view.context_lens, view.prefix_lens, table.rows[:, POSITION], self._place)
         last_position = model.config.max_position_embeddings - 1
 
