@@ -216,7 +216,7 @@ class DraftConfig(WorkerConfig):
     drafter: DrafterName = Field(
         "model",
         description="model: `draft.model`; parallel: the same, but one step makes all tokens of a proposal, with a "
-        "model trained for it (PARD; `outrider distill --parallel`); ngram: repetitions in the text so far; "
+        "model trained for it (PARD; `outrider distill --drafter parallel`); ngram: repetitions in the text so far; "
         "self-int4, layer-skip: the target's model in 4 bits, or some of its layers; eagle: `draft.model` is an EAGLE "
         "or EAGLE-3 head, which drafts from the hidden states of the target in the target's process; medusa: the same "
         "with Medusa heads, which make all tokens of a proposal in one step; mtp: the same with the multi-token "

@@ -155,7 +155,7 @@ def model_drafter(config: Config, runner: ModelRunner, vocabulary: VocabularyMap
             raise ConfigurationError(
                 f"draft.drafter parallel: the config.json of {config.draft.model!r} has no pard_token, so the model "
                 "was not trained to draft several tokens at once: set draft.drafter model, or make one with `outrider "
-                "distill --parallel`"
+                "distill --drafter parallel`"
             )
         num_inputs = runner.model.config.vocab_size if vocabulary is None else vocabulary.num_inputs
         if not 0 <= mask_token_id < num_inputs:

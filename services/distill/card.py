@@ -12,6 +12,15 @@ if TYPE_CHECKING:
     from services.training.trainer import Recipe
 
 
+_KINDS = {
+    "model": "A draft for TARGET, whose tokenizer it has",
+    "parallel": "A draft for TARGET, whose tokenizer it has. It makes all tokens of a proposal in one step, from mask "
+    "tokens (PARD, arXiv 2504.18583; `pard_token` in config.json)",
+    "eagle": "An EAGLE-3 head (arXiv 2503.01840) for TARGET, whose hidden states it reads",
+    "medusa": "Medusa heads (arXiv 2401.10774) for TARGET, whose hidden states they read",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Distilled:
     """The result of `outrider distill`."""
@@ -25,7 +34,7 @@ class Distilled:
     recipe: Recipe
     before: Sequence[TrafficAcceptance]
     after: Sequence[TrafficAcceptance]
-    is_parallel: bool = False  # whether one step drafts a whole proposal
+    drafter: str = "model"  # as in `draft.drafter`
 
 
 def model_card(name: str, told: Distilled) -> str:
@@ -44,15 +53,11 @@ def model_card(name: str, told: Distilled) -> str:
         f"| {new.temperature:g} | {old.rate:.3f} | {new.rate:.3f} | {new.length:.2f} |"
         for old, new in zip(told.before, told.after, strict=True)
     ]
-    one_step = (
-        " It makes all tokens of a proposal in one step, from mask tokens (PARD, arXiv 2504.18583; `pard_token` in "
-        "config.json): `draft.drafter: parallel`."
-    )
     return "\n".join(
         [
             f"# {name}\n",
-            f"A draft for {told.target}, whose tokenizer it has: `outrider distill` taught it what that model says at "
-            f"every place of its own answers to logged prompts.{one_step if told.is_parallel else ''}\n",
+            f"{_KINDS[told.drafter].replace('TARGET', told.target)}: `outrider distill` taught it what that model says "
+            f"at every place of its own answers to logged prompts. Use it with `draft.drafter: {told.drafter}`.\n",
             "|  |  |\n| --- | --- |",
             *(f"| {key} | {value} |" for key, value in facts.items()),
             f"\nAcceptance on the target's answers to {told.num_held_out:,} prompts that were held out, given all that "

@@ -7,7 +7,6 @@ import contextlib
 import hashlib
 import json
 import os
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -28,14 +27,13 @@ from services.distill.card import Distilled, by_position, model_card
 if TYPE_CHECKING:
     from services.training.traffic import RecordedAnswer
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 _HELD_OUT_ONE_IN = 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Trains a draft on its target's answers to your prompts: the target answers them, on this machine; the "
-        "draft learns its distributions; one prompt in ten is held out, and acceptance on these is reported "
+        "Trains a draft or a head on its target's answers to your prompts: the target answers them, on this machine; "
+        "the draft learns its distributions; one prompt in ten is held out, and acceptance on these is reported "
         "before and after. Needs the extra `train`."
     )
     parser.epilog = (
@@ -53,9 +51,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--target", required=True, metavar="MODEL", help="Hugging Face folder, hub name or bundled model"
     )
     parser.add_argument(
+        "--drafter",
+        choices=("model", "parallel", "eagle", "medusa"),
+        default="model",
+        help="what to train, as in `draft.drafter`: model: a draft; parallel: one that drafts all tokens of a proposal "
+        "in one step (PARD); eagle: an EAGLE-3 head; medusa: Medusa heads; default model",
+    )
+    parser.add_argument(
         "--draft",
         metavar="MODEL",
-        help="the draft to begin with: Hugging Face folder, hub name or bundled model (default: a new one)",
+        help="the draft or head to begin with: Hugging Face folder, hub name or bundled model (default: a new one)",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="folder for the draft and a report")
     parser.add_argument(
@@ -79,18 +84,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--batch-size", type=above_zero(int), default=16, metavar="N", help="answers per step; default 16"
     )
     training.add_argument(
-        "--learning-rate", type=above_zero(float), metavar="R", help="default 1e-3, or 3e-4 for an existing draft"
+        "--learning-rate", type=above_zero(float), metavar="R", help="default 1e-3, or 3e-4 with --draft"
     )
     training.add_argument("--seed", type=seed, default=0, metavar="N")
-    training.add_argument(
-        "--parallel",
-        action="store_true",
-        help="train it to draft all tokens of a proposal in one step, for `draft.drafter: parallel`",
-    )
     shape = parser.add_argument_group("shape of a new draft")
     shape.add_argument("--hidden-size", type=above_zero(int), default=128, metavar="N", help="default 128")
     shape.add_argument("--num-layers", type=above_zero(int), default=3, metavar="N", help="default 3")
-    shape.add_argument("--intermediate-size", type=above_zero(int), default=512, metavar="N", help="default 512")
+    shape.add_argument(
+        "--intermediate-size",
+        type=above_zero(int),
+        metavar="N",
+        help="default 512, or the target's for an EAGLE head, whose other sizes are the target's too",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -106,11 +111,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from services.training.parallel import add_mask_token, unused_token_id
-    from services.training.teaching import teach
+    from services.distill.students import Course, make_student
     from services.training.traffic import is_held_out
-    from services.training.traffic_acceptance import NUM_POSITIONS, measure_traffic_acceptance
-    from services.training.traffic_draft import load_draft, train_draft
     from services.training.trainer import Recipe
 
     model = f"target.model={arguments.target}"
@@ -118,27 +120,24 @@ def _run(arguments: argparse.Namespace) -> int:
     config = load_config(None, [*settings, *arguments.overrides], os.environ)
     folder = resolve_model_folder(arguments.target)
     draft_folder = None if arguments.draft is None else resolve_model_folder(arguments.draft)
-    if draft_folder is not None and Tokenizer(draft_folder).fingerprint() != Tokenizer(folder).fingerprint():
+    is_draft = arguments.drafter in ("model", "parallel")
+    if (
+        is_draft
+        and draft_folder is not None
+        and Tokenizer(draft_folder).fingerprint() != Tokenizer(folder).fingerprint()
+    ):
         raise ConfigurationError(f"--draft {arguments.draft} and {arguments.target} have different tokenizers")
     arguments.out.mkdir(parents=True, exist_ok=True)
     answers = _answers(arguments, config, folder)
-    with _progress("the target reads", len(answers)) as progress:
-        lessons = teach(config.target, answers, arguments.seed, progress.update)
-    held_out = [one for one in lessons if is_held_out(one.answer.prompt_token_ids, _HELD_OUT_ONE_IN)]
-    taught = [one for one in lessons if not is_held_out(one.answer.prompt_token_ids, _HELD_OUT_ONE_IN)]
+    held_out = [one for one in answers if is_held_out(one.prompt_token_ids, _HELD_OUT_ONE_IN)]
+    taught = [one for one in answers if not is_held_out(one.prompt_token_ids, _HELD_OUT_ONE_IN)]
     if not held_out or not taught:
-        raise ConfigurationError(f"{len(lessons)} answers are too few: one prompt in {_HELD_OUT_ONE_IN} is held out")
-    draft = _new_draft(arguments, config) if draft_folder is None else load_draft(draft_folder)
-    was_parallel = getattr(draft.config, "pard_token", None) is not None
+        raise ConfigurationError(f"{len(answers)} answers are too few: one prompt in {_HELD_OUT_ONE_IN} is held out")
+    with _progress("the target reads", len(answers) if is_draft else 0) as progress:
+        course = Course(arguments, config.target, folder, draft_folder, taught, held_out)
+        student = make_student(course, progress.update)
     with _progress("acceptance before", len(held_out)) as progress:
-        before = measure_traffic_acceptance(
-            draft, held_out, progress.update, is_parallel=was_parallel and arguments.parallel
-        )
-    if was_parallel and not arguments.parallel:
-        draft.config.pard_token = None  # its masks are not trained any further
-    elif arguments.parallel and not was_parallel:
-        reserved = ModelConfig.from_folder(folder).eos_token_ids
-        add_mask_token(draft, unused_token_id(draft.config.vocab_size, lessons, reserved))
+        before = student.measure(progress.update)
     recipe = Recipe(
         steps=max(1, round(arguments.epochs * len(taught) / arguments.batch_size)),
         batch_size=arguments.batch_size,
@@ -152,22 +151,21 @@ def _run(arguments: argparse.Namespace) -> int:
             progress.set_postfix_str(f"loss {loss:.3f}", refresh=False)
             progress.update()
 
-        train_draft(draft, taught, recipe, did_step, num_masks=NUM_POSITIONS if arguments.parallel else 0)
-    _save(draft, folder, arguments.out)
-    saved = load_draft(arguments.out)  # in bfloat16, as it will serve
+        student.train(recipe, did_step)
+    student.save(arguments.out)
     with _progress("acceptance after", len(held_out)) as progress:
-        after = measure_traffic_acceptance(saved, held_out, progress.update, is_parallel=arguments.parallel)
+        after = student.measure(progress.update)
     told = Distilled(
         arguments.target,
         arguments.draft,
-        draft.num_parameters(),
+        student.num_parameters(),
         len(taught),
-        sum(len(lesson.answer.token_ids) for lesson in taught),
+        sum(len(answer.token_ids) for answer in taught),
         len(held_out),
         recipe,
         before,
         after,
-        arguments.parallel,
+        arguments.drafter,
     )
     _tell(arguments.out, told)
     return 0
@@ -225,28 +223,6 @@ def _renderer(folder: Path) -> Callable[[Any], Sequence[int]]:
     return lambda messages: prompts.encode(Conversation(messages))
 
 
-def _new_draft(arguments: argparse.Namespace, config: Config) -> Any:
-    import torch
-
-    from cluster.engine.runner import load_weights
-    from services.training.traffic_draft import DraftShape, new_draft
-
-    loaded = load_weights(config.target, dtype_on_cpu=torch.bfloat16)
-    shape = DraftShape(arguments.hidden_size, arguments.num_layers, arguments.intermediate_size)
-    return new_draft(loaded.config, loaded.weights.embedding, shape, arguments.seed)
-
-
-def _save(draft: Any, target_folder: Path, out: Path) -> None:
-    """Writes a Hugging Face folder, with the target's tokenizer."""
-    import torch
-
-    draft.to(torch.bfloat16)
-    draft.save_pretrained(out)
-    for name in _TOKENIZER_FILES:
-        if (target_folder / name).is_file():
-            shutil.copyfile(target_folder / name, out / name)
-
-
 def _tell(out: Path, told: Distilled) -> None:
     """Prints the report, and writes it next to the draft, as JSON and as text."""
     print(f"{out}: taught on {told.num_taught} answers; acceptance on {told.num_held_out} that it has not seen:")
@@ -255,8 +231,8 @@ def _tell(out: Path, told: Distilled) -> None:
             f"  T = {old.temperature:g}: {old.rate:.3f} -> {new.rate:.3f} ({100 * (new.rate - old.rate):+.1f} points), "
             f"{old.length:.2f} -> {new.length:.2f} tokens a round of 4"
         )
-        if told.is_parallel:
-            print(f"    by position in a proposal: {by_position(new)}")
+        if told.drafter != "model":
+            print(f"    by position in a proposal: {by_position(old)} -> {by_position(new)}")
     (out / "report.json").write_text(json.dumps(asdict(told), indent=2) + "\n", encoding="utf-8")
     (out / "README.md").write_text(model_card(out.resolve().name, told), encoding="utf-8")
 

@@ -7,12 +7,13 @@ for the most frequent tokens only; the embedding is the target's.
 Names and shapes of the parameters are those that `cluster.engine.eagle` and vLLM's method `eagle3` load.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import (
@@ -22,10 +23,12 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-from cluster.engine.eagle import usual_layers
+from cluster.engine.checkpoint import TensorReader
+from cluster.engine.eagle import read_eagle_config, usual_layers
+from cluster.engine.model_config import ModelConfig
+from cluster.errors import ConfigurationError
+from services.training.heads import TargetEnds, TrainableHead, coupled_loss
 from services.training.trainer import LossFunction
-
-_LEAST_PROBABILITY = 1e-9  # lower bound of probabilities in the loss, because its gradient divides by them
 
 
 @dataclass(frozen=True)
@@ -36,12 +39,14 @@ class KeysValues:
     values: Tensor
 
 
-class TrainableHead(nn.Module):
-    """Computes one draft step for every position of a text at once.
+class TrainableEagle(TrainableHead):
+    """An EAGLE-3 head.
 
-    Each position is treated as the last committed one. The configuration has `draft_vocab_size`, the number of tokens
-    that the head can draft, and `eagle_aux_hidden_state_layer_ids`: how many target layers precede each state.
+    The configuration has `draft_vocab_size`, the number of tokens that the head can draft, and
+    `eagle_aux_hidden_state_layer_ids`: how many target layers precede each state.
     """
+
+    num_trained_steps = 3  # all but the first have the head's own output as input; the head can draft deeper than that
 
     d2t: Tensor  # int64 [draft_vocab_size]: ID of the target minus ID of the head
     t2d: Tensor  # bool [vocab_size]: whether the head has the token
@@ -49,7 +54,7 @@ class TrainableHead(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
-        self.captured_layers: tuple[int, ...] = tuple(config.eagle_aux_hidden_state_layer_ids)
+        self.captured_layers = tuple(config.eagle_aux_hidden_state_layer_ids)
         size = config.hidden_size
         self.fc = nn.Linear(len(self.captured_layers) * size, size, bias=False)
         self.midlayer = _Layer(config)
@@ -61,16 +66,16 @@ class TrainableHead(nn.Module):
 
     @property
     def target_ids(self) -> Tensor:
-        """The target's IDs of the tokens that the head can draft, int64 [draft_vocab_size]."""
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
-    def begin(self, hidden_states: Sequence[Tensor]) -> Tensor:
-        """Return the states of the first step, [rows, positions, hidden_size].
+    def set_target_ids(self, target_ids: Tensor) -> None:
+        """Sets the target's IDs of the tokens that the head can draft, int64 [draft_vocab_size]."""
+        self.d2t.copy_(target_ids - torch.arange(len(target_ids)))
+        self.t2d.zero_()[target_ids] = True
 
-        `hidden_states`: the target's hidden states, as transformers returns them; index i is before layer i.
-        """
-        states: Tensor = self.fc(torch.cat([hidden_states[layer] for layer in self.captured_layers], dim=-1))
-        return states
+    def step_logits(self, embeddings: Tensor, states: Tensor, num_steps: int, positions: slice) -> Iterator[Tensor]:
+        for step in draft_steps(self, embeddings, states, num_steps):
+            yield self.logits(step[:, positions])
 
     def logits(self, states: Tensor) -> Tensor:
         """Return the logits of the head's tokens, [..., draft_vocab_size]. `states`: output of a step."""
@@ -80,7 +85,7 @@ class TrainableHead(nn.Module):
     def forward(
         self,
         embeddings: Tensor,  # [rows, positions, hidden_size]
-        states: Tensor,  # [rows, positions, hidden_size]: from `begin`, later the output of the step before
+        states: Tensor,  # [rows, positions, hidden_size]: from `fc`, later the output of the step before
         earlier: Sequence[KeysValues] = (),
     ) -> tuple[Tensor, KeysValues]:
         """Return the states of the next tokens, and keys and values for later steps.
@@ -159,7 +164,7 @@ def captured_layers(num_layers: int) -> tuple[int, ...]:
 
 
 @torch.no_grad()
-def build_head(target: LlamaForCausalLM, intermediate_size: int, target_ids: Tensor, seed: int) -> TrainableHead:
+def build_head(target: TargetEnds, intermediate_size: int, target_ids: Tensor, seed: int) -> TrainableEagle:
     """Return an untrained float32 head for `target`.
 
     Its layer is random and has the sizes of the target's layers, except for the MLP's `intermediate_size`. The head
@@ -167,43 +172,56 @@ def build_head(target: LlamaForCausalLM, intermediate_size: int, target_ids: Ten
     IDs of the tokens that it can draft, in ascending order.
     """
     torch.manual_seed(seed)
-    sizes = target.config.to_dict() | {
+    config = target.config
+    sizes = config.to_dict() | {
         "num_hidden_layers": 1,
         "intermediate_size": intermediate_size,
         "draft_vocab_size": len(target_ids),
-        "eagle_aux_hidden_state_layer_ids": list(captured_layers(target.config.num_hidden_layers)),
+        "eagle_aux_hidden_state_layer_ids": list(captured_layers(config.num_hidden_layers)),
         "tie_word_embeddings": False,
     }
-    head = TrainableHead(LlamaConfig(**sizes))
+    head = TrainableEagle(LlamaConfig(**sizes))
     for parameter in head.parameters():
         if parameter.ndim > 1:
-            nn.init.normal_(parameter, std=target.config.initializer_range)
-    head.fc.weight[:, -target.config.hidden_size :] += torch.eye(target.config.hidden_size)
-    head.norm.weight.copy_(target.model.norm.weight)
-    head.lm_head.weight.copy_(target.lm_head.weight[target_ids])
-    head.d2t.copy_(target_ids - torch.arange(len(target_ids)))
-    head.t2d[target_ids] = True
+            nn.init.normal_(parameter, std=config.initializer_range)
+    head.fc.weight[:, -config.hidden_size :] += torch.eye(config.hidden_size)
+    head.norm.weight.copy_(target.norm)
+    head.lm_head.weight.copy_(target.output[target_ids])
+    head.set_target_ids(target_ids)
     return head
 
 
-def load_head(directory: Path, device: torch.device) -> TrainableHead:
-    """Load a saved head for inference, in float32."""
-    head = TrainableHead(LlamaConfig.from_pretrained(directory))
-    head.load_state_dict(load_file(directory / "model.safetensors"))
-    return head.to(device).float().requires_grad_(False).train(False)
+@torch.no_grad()
+def load_head(folder: Path, target: ModelConfig) -> TrainableEagle:
+    """Load a head of `target` in float32. Raises ConfigurationError if it is not EAGLE-3 in its authors' form."""
+    shape = read_eagle_config(folder, target)
+    is_plain = not (shape.norm_before_residual or shape.norm_before_fc or shape.has_fc_norm)
+    if not shape.is_third or not is_plain or shape.decoder.num_layers != 1 or min(shape.captured_layers) < 0:
+        raise ConfigurationError(f"{folder}: only EAGLE-3 heads of the authors' form can be trained")
+    own: dict[str, Any] = {
+        "vocab_size": target.vocab_size,
+        "draft_vocab_size": shape.decoder.vocab_size,
+        "eagle_aux_hidden_state_layer_ids": list(shape.captured_layers),
+    }
+    head = TrainableEagle(LlamaConfig.from_pretrained(folder, **own))
+    tensors = TensorReader(folder, torch.float32, torch.device("cpu"), takes_pickle=True)
+    for name, parameter in head.named_parameters():
+        parameter.copy_(tensors.read([(name, len(parameter))], *parameter.shape[1:]))
+    num_own = shape.decoder.vocab_size
+    if tensors.find("d2t") is not None:
+        head.set_target_ids(tensors.integers("d2t", num_own) + torch.arange(num_own))
+    else:
+        head.set_target_ids(torch.arange(num_own))
+    return head
 
 
-def draft_steps(
-    head: TrainableHead, embeddings: Tensor, hidden_states: Sequence[Tensor], num_steps: int
-) -> list[Tensor]:
-    """Draft from every position of a text, for `num_steps` steps.
+def draft_steps(head: TrainableEagle, embeddings: Tensor, states: Tensor, num_steps: int) -> list[Tensor]:
+    """Draft from every position of a text, for `num_steps` steps (see `TrainableHead.step_logits`).
 
-    The tokens of the text serve as the drafts. `embeddings` [rows, length, hidden_size] and `hidden_states` are the
-    target's (see `TrainableHead.begin`). Step d, from 0, predicts at position t the token at t + 2 + d. Return the
-    states [rows, length - num_steps, hidden_size] of each step, so that every position has all steps.
+    Return the states [rows, length - num_steps, hidden_size] of each step, so that every position has all steps.
     """
     num_positions = embeddings.shape[1] - num_steps
-    states = head.begin([layer[:, :num_positions] for layer in hidden_states])
+    states = head.fc(states[:, :num_positions])
     earlier, steps = list[KeysValues](), list[Tensor]()
     for depth in range(num_steps):
         states, own = head(embeddings[:, depth + 1 : depth + 1 + num_positions], states, earlier)
@@ -212,46 +230,38 @@ def draft_steps(
     return steps
 
 
-def coupled_acceptance(of_target: Tensor, of_head: Tensor, outside: Tensor) -> Tensor:
-    """Return the probability that target and head choose the same token under the same Gumbel noise, [rows].
+def captured_states(head: TrainableHead, hidden_states: Sequence[Tensor]) -> Tensor:
+    """Return the states that `head` reads, [rows, positions, captured layers * hidden_size].
 
-    `of_target` and `of_head` [rows, draft_vocab_size]: probabilities of the tokens that the head has. `outside` [rows]:
-    the target's probability of all other tokens. With p for the target and q for the head, the result is the sum over
-    tokens i of 1 / sum_j max(p_j / p_i, q_j / q_i). With the tokens in descending order of p_j / q_j, the maximum is
-    p_j / p_i for j up to i, and q_j / q_i for later j.
+    `hidden_states`: the target's hidden states, as transformers returns them; index i is before layer i.
     """
-    target, head = of_target.clamp_min(_LEAST_PROBABILITY), of_head.clamp_min(_LEAST_PROBABILITY)
-    order = (target / head).argsort(dim=-1, descending=True)
-    target, head = target.gather(-1, order), head.gather(-1, order)
-    up_to = outside[:, None] + target.cumsum(dim=-1)
-    after = (1 - head.cumsum(dim=-1)).clamp_min(0)
-    return (target * head / (head * up_to + target * after)).sum(dim=-1)
+    return torch.cat([hidden_states[layer] for layer in head.captured_layers], dim=-1)
 
 
-def eagle_loss(target: LlamaForCausalLM, num_steps: int) -> LossFunction[TrainableHead]:
-    """Return the loss: the mean of -log(coupled acceptance) over the positions of `num_steps` draft steps.
+def eagle_loss(target: LlamaForCausalLM, num_steps: int) -> LossFunction[TrainableEagle]:
+    """Return the loss: the mean `coupled_loss` over `num_steps` draft steps.
 
     The later steps train the head on its own output, as in drafting. `target` is not changed.
     """
 
-    def loss(head: TrainableHead, windows: Tensor) -> Tensor:
+    def loss(head: TrainableEagle, windows: Tensor) -> Tensor:
         inputs = windows[:, :-1]
         with torch.no_grad():
             embeddings = target.model.embed_tokens(inputs)
             output = target.model(input_ids=inputs, use_cache=False, output_hidden_states=True)
             probabilities = target.lm_head(output.last_hidden_state).float().softmax(dim=-1)[..., head.target_ids]
-        losses = []
-        for depth, states in enumerate(draft_steps(head, embeddings, output.hidden_states, num_steps)):
-            of_target = probabilities[:, depth + 1 : depth + 1 + states.shape[1]].flatten(0, 1)
-            of_head = head.logits(states).float().softmax(dim=-1).flatten(0, 1)
-            accepted = coupled_acceptance(of_target, of_head, (1 - of_target.sum(dim=-1)).clamp_min(0))
-            losses.append(-accepted.clamp_min(_LEAST_PROBABILITY).log().mean())
+        states = captured_states(head, output.hidden_states)
+        steps = head.step_logits(embeddings, states, num_steps, slice(None))
+        losses = [
+            coupled_loss(logits, probabilities[:, depth : depth + logits.shape[1]])
+            for depth, logits in enumerate(steps, start=1)
+        ]
         return torch.stack(losses).mean()
 
     return loss
 
 
-def save_head(head: TrainableHead, directory: Path) -> None:
+def save_head(head: TrainableEagle, directory: Path) -> None:
     """Write the folder that `draft.drafter: eagle` and vLLM's method `eagle3` load, in bfloat16.
 
     The head itself is converted, too.

@@ -6,20 +6,20 @@ from pathlib import Path
 
 import torch
 
+from cluster.engine.model_config import ModelConfig
 from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder
 from services.training.card import head_card
 from services.training.context import Context, fit, mixed_batches
-from services.training.eagle import build_head, eagle_loss, load_head, save_head
+from services.training.eagle import TrainableEagle, build_head, eagle_loss, load_head, save_head
 from services.training.evaluate import measure_head_acceptance
+from services.training.heads import TargetEnds
 from services.training.models import load_model
 from services.training.streams import write_streams
 from services.training.tokenizer import load_tokenizer, save_tokenizer
 from services.training.trainer import Recipe
 from services.training.workspace import write_json
 
-# Draft steps in training; all but the first have the head's own output as input. The head can draft deeper than that.
-_DRAFT_STEPS = 3
 # Less than the bundled target's 1152, so that the file stays under 5 MB.
 _INTERMEDIATE_SIZE = 640
 _MAX_VOCABULARY = 2**16  # token streams are uint16
@@ -57,8 +57,9 @@ def train_head(context: Context) -> None:
     )
     target = load_model(workspace.model("target"), context.runtime.device, context.runtime.inference_dtype)
     intermediate_size = min(_INTERMEDIATE_SIZE, target.config.intermediate_size)
-    head = build_head(target, intermediate_size, _frequent_tokens(context, target.config.vocab_size), recipe.seed)
-    loss = eagle_loss(target, _DRAFT_STEPS)
+    token_ids = _frequent_tokens(context, target.config.vocab_size)
+    head = build_head(TargetEnds.of(target), intermediate_size, token_ids, recipe.seed)
+    loss = eagle_loss(target, TrainableEagle.num_trained_steps)
     fit(context, "eagle", head, loss, recipe, mixed_batches(context, recipe, first_mixed_step=0), save_head)
 
 
@@ -74,7 +75,7 @@ def evaluate_head(context: Context) -> None:
     device = context.runtime.device
     acceptance = measure_head_acceptance(
         load_model(workspace.model("target"), device),
-        load_head(workspace.model("eagle"), device),
+        load_head(workspace.model("eagle"), ModelConfig.from_folder(workspace.model("target"))).to(device),
         context.stream("held_out"),
         options.acceptance_prompts,
         options.seed + 3,

@@ -14,7 +14,8 @@ from transformers import LlamaForCausalLM
 
 from services.training.batches import random_numbers
 from services.training.continuation import choose, continue_prompts, gumbel_noise
-from services.training.eagle import TrainableHead, draft_steps
+from services.training.eagle import captured_states
+from services.training.heads import TrainableHead
 from services.training.trainer import next_token_loss
 
 PROMPT_LENGTHS = (64, 128, 256)
@@ -100,9 +101,9 @@ def measure_head_acceptance(
     prompt_lengths: tuple[int, ...] = PROMPT_LENGTHS,
     num_new_tokens: int = NEW_TOKENS,
 ) -> Acceptance:
-    """Measure the acceptance of an EAGLE head, like `measure_acceptance` at temperature 0.
+    """Measure the acceptance of a head, like `measure_acceptance` at temperature 0.
 
-    After its first draft the head has its own output as input.
+    After its first draft an EAGLE head has its own output as input.
     """
     num_drafts = HEAD_SPECULATIVE_TOKENS
     num_matches: list[Tensor] = []
@@ -110,10 +111,11 @@ def measure_head_acceptance(
         greedy = torch.zeros(len(prompts), device=prompts.device)
         tokens = continue_prompts(target, prompts, num_new_tokens, greedy, _no_noise)
         output = target.model(input_ids=tokens, use_cache=False, output_hidden_states=True)
-        steps = draft_steps(head, target.model.embed_tokens(tokens), output.hidden_states, num_drafts)
+        states = captured_states(head, output.hidden_states)
         # A round begins at the last position that the target has computed: one before the newest token.
         rounds = slice(prompts.shape[1] - 1, tokens.shape[1] - num_drafts - 1)
-        chosen = [head.logits(states[:, rounds]).argmax(dim=-1) for states in steps]
+        steps = head.step_logits(target.model.embed_tokens(tokens), states, num_drafts, rounds)
+        chosen = [logits.argmax(dim=-1) for logits in steps]
         drafts = head.target_ids[torch.stack(chosen, dim=-1)]
         truth = tokens[:, prompts.shape[1] + 1 :].unfold(1, num_drafts, 1)
         num_matches.append((drafts == truth).long().cumprod(dim=-1).sum(dim=-1))

@@ -2,11 +2,13 @@
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
+from cluster.engine.model_config import ModelConfig
 from services.training.attention import MASKLESS_ATTENTION
 from services.training.tokenizer import END_OF_TEXT_ID, IM_END_ID, VOCABULARY_SIZE
 
@@ -58,6 +60,26 @@ def build_model(shape: ModelShape, seed: int) -> LlamaForCausalLM:
         attn_implementation=MASKLESS_ATTENTION,
     )
     return LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+
+
+def llama_config(model: ModelConfig, **changes: Any) -> LlamaConfig:
+    """Return the configuration of a Llama model with the sizes of `model`, except for `changes`."""
+    values: dict[str, Any] = {
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "max_position_embeddings": model.max_position_embeddings,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": None,
+        "eos_token_id": list(model.eos_token_ids),
+        "pad_token_id": None,
+    }
+    return LlamaConfig(**(values | changes))
 
 
 def count_parameters(model: nn.Module) -> int:

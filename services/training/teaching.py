@@ -1,14 +1,16 @@
 """Computes the target's choices at every place of an answer: the labels that a draft learns."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from cluster.config.workers import TargetConfig
-from cluster.engine.batch import Segment
+from cluster.engine.batch import Segment, slots_of
+from cluster.engine.loader import LoadedModel
 from cluster.engine.runner import ModelRunner, load_weights
 from services.training.traffic import RecordedAnswer
 
@@ -33,6 +35,33 @@ class Lesson:
     drawn: npt.NDArray[np.int32]  # [len(answer.token_ids), NUM_DRAWN]
 
 
+class AnswerReader:
+    """Runs a target over answers, one after the other, in the engine that serves it."""
+
+    def __init__(self, loaded: LoadedModel, block_size: int, longest: int, captured_layers: tuple[int, ...]) -> None:
+        """`longest`: tokens of the longest answer, with its prompt. `captured_layers`: as in `ModelConfig`."""
+        loaded = replace(loaded, config=replace(loaded.config, captured_layers=captured_layers))
+        self._runner = ModelRunner(loaded, block_size, -(-longest // block_size), enable_prefix_caching=False)
+        self._runner.model.prepare(longest, longest)
+
+    def read(self, answer: RecordedAnswer) -> tuple[Tensor, Tensor | None]:
+        """Returns the target's logits at each place of `answer`, and the captured states.
+
+        The logits are float32 [len(answer.token_ids), vocab_size]. The states are float32 [tokens - 1, state_size], of
+        all tokens, including the prompt's, except the last; None if none are captured.
+        """
+        runner, token_ids = self._runner, list(answer.all_token_ids[:-1])
+        table = runner.blocks.allocate(runner.blocks.num_blocks_for(len(token_ids)))
+        assert table is not None
+        logits = runner.run([Segment(token_ids, 0, table, num_logits=len(answer.token_ids))])
+        states = None
+        if runner.model.config.captured_layers:
+            slots = slots_of(range(len(token_ids)), table, runner.blocks.block_size)
+            states = runner.states[slots].float().cpu()
+        runner.blocks.free(table)
+        return logits.float().cpu(), states
+
+
 def teach(
     config: TargetConfig, answers: Iterable[RecordedAnswer], seed: int, did_one: Callable[[], object]
 ) -> list[Lesson]:
@@ -43,9 +72,7 @@ def teach(
     loaded = load_weights(config, dtype_on_cpu=torch.bfloat16)
     answers = list(answers)
     longest = max(len(answer.all_token_ids) for answer in answers)
-    num_blocks = -(-longest // config.block_size)
-    runner = ModelRunner(loaded, config.block_size, num_blocks, enable_prefix_caching=False)
-    runner.model.prepare(longest, longest)
+    reader = AnswerReader(loaded, config.block_size, longest, captured_layers=())
     lessons, end = [], 0
     # All labels are kept in three arrays. Arrays for each answer would lie between the logits of one answer and those
     # of the next, so that the memory of the logits is never reused: 17 GB with a vocabulary of 49,152 tokens.
@@ -55,14 +82,10 @@ def teach(
     drawn = np.empty((num_places, NUM_DRAWN), np.int32)
     generator = torch.Generator().manual_seed(seed)
     for answer in answers:
-        read, asked = list(answer.all_token_ids[:-1]), len(answer.token_ids)
-        table = runner.blocks.allocate(runner.blocks.num_blocks_for(len(read)))
-        assert table is not None
-        logits = runner.run([Segment(read, 0, table, num_logits=asked)])
-        runner.blocks.free(table)
-        others = logits.float().softmax(dim=-1).cpu()
+        logits, _ = reader.read(answer)
+        others = logits.softmax(dim=-1)
         best = others.topk(NUM_LIKELIEST, dim=-1)
-        own = slice(end, end := end + asked)
+        own = slice(end, end := end + len(answer.token_ids))
         likeliest[own], probabilities[own] = best.indices.numpy(), best.values.numpy()
         others.scatter_(1, best.indices, _LEAST)
         drawn[own] = others.multinomial(NUM_DRAWN, replacement=True, generator=generator).numpy()

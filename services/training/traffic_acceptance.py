@@ -1,7 +1,7 @@
 """Measures a draft's acceptance on held-out answers of the target, with the noise that drew them."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from cluster.speculation.noise import NoiseKey, gumbel_noise
 from services.training.evaluate import NUM_SPECULATIVE_TOKENS, mean_committed
 from services.training.parallel import mask_rows, parallel_states
 from services.training.teaching import Lesson
+from services.training.traffic import RecordedAnswer
 from services.training.traffic_draft import answer_logits
 
 NUM_POSITIONS = 8  # positions of a proposal whose acceptance is measured
@@ -47,10 +48,23 @@ def measure_traffic_acceptance(
     Compares the draft's proposal at each place of the answers with the target's choices. `is_parallel`: whether all
     drafts of a proposal are made in one step, from mask tokens. Calls `did_one` after each answer.
     """
+    matches_of = _parallel_matches if is_parallel else _matches
+    return acceptance_by_temperature(
+        ((lesson.answer.temperature, matches_of(model, lesson)) for lesson in lessons), did_one
+    )
+
+
+def acceptance_by_temperature(
+    answers: Iterable[tuple[float, Tensor]], did_one: Callable[[], object]
+) -> list[TrafficAcceptance]:
+    """Returns the acceptance at each temperature.
+
+    `answers`: temperature and matches of each answer. The matches are bool [places, NUM_POSITIONS]: which drafts of a
+    proposal at each place are the target's choices. Calls `did_one` after each answer.
+    """
     matches: dict[float, list[Tensor]] = {}
-    for lesson in lessons:
-        own = _parallel_matches(model, lesson) if is_parallel else _matches(model, lesson)
-        matches.setdefault(lesson.answer.temperature, []).append(own)
+    for temperature, own in answers:
+        matches.setdefault(temperature, []).append(own)
         did_one()
     return [_acceptance(temperature, rows) for temperature, rows in sorted(matches.items())]
 
@@ -82,7 +96,7 @@ def _matches(model: LlamaForCausalLM, lesson: Lesson) -> Tensor:
     Each place of the answer has a proposal. Each of its drafts is made after the target's own tokens. Drafts beyond the
     end of the answer are False.
     """
-    own = choices(answer_logits(model, [lesson]), lesson, range(len(lesson.answer.token_ids)))
+    own = choices(answer_logits(model, [lesson]), lesson.answer, range(len(lesson.answer.token_ids)))
     padded = torch.nn.functional.pad(own == torch.tensor(lesson.answer.token_ids), (0, NUM_POSITIONS - 1))
     return padded.unfold(0, NUM_POSITIONS, 1)
 
@@ -93,7 +107,7 @@ def _parallel_matches(model: LlamaForCausalLM, lesson: Lesson) -> Tensor:
     masks = mask_rows(len(token_ids), NUM_POSITIONS - 1)
     (states,) = parallel_states(model, [lesson], [masks], model.config.pard_token)
     labels = [*range(len(token_ids)), *masks.labels]
-    own = choices(model.lm_head(states), lesson, labels)
+    own = choices(model.lm_head(states), lesson.answer, labels)
     matches = torch.zeros(len(token_ids), NUM_POSITIONS, dtype=torch.bool)
     places = torch.tensor([*range(len(token_ids)), *masks.places])
     offsets = torch.tensor([*(0 for _ in token_ids), *masks.offsets])
@@ -101,12 +115,12 @@ def _parallel_matches(model: LlamaForCausalLM, lesson: Lesson) -> Tensor:
     return matches
 
 
-def choices(logits: Tensor, lesson: Lesson, places: Sequence[int]) -> Tensor:
-    """Returns the tokens that `logits` choose with the noise of the answer's tokens at `places`.
+def choices(logits: Tensor, answer: RecordedAnswer, places: Sequence[int]) -> Tensor:
+    """Returns the tokens that `logits` choose with the noise of the tokens of `answer` at `places`.
 
     `logits` has one row for each of `places`.
     """
-    answer, scores = lesson.answer, logits.float()
+    scores = logits.float()
     if answer.temperature > 0:
         key, first = NoiseKey.derive(answer.seed, 0), len(answer.prompt_token_ids)
         draws = [(key, first + place) for place in places]

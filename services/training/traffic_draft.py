@@ -5,7 +5,6 @@ which is also its output layer, starts as the first principal components of the 
 similar meaning start with similar vectors.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,17 +14,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from cluster.engine.model_config import ModelConfig
 from services.training.attention import MASKLESS_ATTENTION
-from services.training.batches import random_numbers
 from services.training.log_partition import log_partition
+from services.training.models import llama_config
 from services.training.parallel import MaskRows, mask_rows, parallel_states
 from services.training.teaching import Lesson
-from services.training.trainer import Recipe, build_optimizer
-
-_GRADIENT_NORM = 1.0
+from services.training.traffic_loop import train_on_answers
+from services.training.trainer import Recipe
 
 
 @dataclass(frozen=True)
@@ -49,21 +47,16 @@ def new_draft(target: ModelConfig, target_embedding: Tensor, shape: DraftShape, 
             f"target's {target_embedding.shape[1]}"
         )
     torch.manual_seed(seed)
-    config = LlamaConfig(  # type: ignore[call-arg]
-        vocab_size=target.vocab_size,
+    num_heads = shape.hidden_size // shape.head_dim
+    config = llama_config(
+        target,
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
         num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.hidden_size // shape.head_dim,
-        num_key_value_heads=shape.hidden_size // shape.head_dim,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads,
         head_dim=shape.head_dim,
-        max_position_embeddings=target.max_position_embeddings,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        rms_norm_eps=1e-5,
         tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=list(target.eos_token_ids),
-        pad_token_id=None,
         attn_implementation=MASKLESS_ATTENTION,
     )
     model = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
@@ -95,32 +88,18 @@ def train_draft(
 ) -> None:
     """Trains `model` in place on the answers of `lessons`.
 
-    A step takes `recipe.batch_size` answers of similar lengths, and calls `did_step` with its loss. With `num_masks`
-    the model also learns to draft from this number of mask tokens (`model.config.pard_token`). Raises
-    FloatingPointError if a loss is not finite.
+    With `num_masks` the model also learns to draft from this number of mask tokens (`model.config.pard_token`).
+    `did_step` and errors as in `train_on_answers`.
     """
-    optimizer = build_optimizer(model, recipe)
-    order = sorted(range(len(lessons)), key=lambda index: len(lessons[index].answer.all_token_ids))
-    batches = [order[start : start + recipe.batch_size] for start in range(0, len(order), recipe.batch_size)]
-    model.train()
-    for step in range(recipe.steps):
-        if step % len(batches) == 0:
-            turns = random_numbers(recipe.seed, step).permutation(len(batches))
-        for group in optimizer.param_groups:
-            group["lr"] = recipe.learning_rate_at(step)
-        batch = [lessons[index] for index in batches[turns[step % len(batches)]]]
-        generator = random_numbers(recipe.seed, recipe.steps + step)
+
+    def backward(chosen: Sequence[int], generator: np.random.Generator) -> float:
+        batch = [lessons[index] for index in chosen]
         masks = [mask_rows(len(lesson.answer.token_ids), num_masks, generator) for lesson in batch]
         loss = _loss(model, batch, masks)
-        optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), _GRADIENT_NORM)
-        optimizer.step()
-        value = loss.item()
-        if not math.isfinite(value):
-            raise FloatingPointError(f"the loss at step {step} is {value}: lower --learning-rate")
-        did_step(value)
-    model.train(False)
+        return loss.item()
+
+    train_on_answers(model, [lesson.answer for lesson in lessons], recipe, backward, did_step)
 
 
 def _loss(model: LlamaForCausalLM, lessons: Sequence[Lesson], masks: Sequence[MaskRows]) -> Tensor:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import stat
 import statistics
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,20 +18,24 @@ from cluster.config.file import load_config
 from cluster.config.workers import TargetConfig
 from cluster.drafters.base import DraftSequence
 from cluster.drafters.factory import make_drafter
+from cluster.engine.cpu_kernels import has_kernels
 from cluster.engine.model_config import ModelConfig
 from cluster.errors import ConfigurationError, InvalidRequestError
 from cluster.model_folder import resolve_model_folder
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
+from cluster.targets.base import GenerationRequest
 from cluster.tokenization import Tokenizer
 from services.cli import main
 from services.distill.answers import ask
+from services.distill.students import Course, make_student
 from services.training.parallel import mask_rows, parallel_states
 from services.training.teaching import NUM_LIKELIEST, Lesson, teach
 from services.training.traffic import AnswersFile, RecordedAnswer, is_held_out, read_answers, read_prompts
-from services.training.traffic_acceptance import NUM_POSITIONS, choices, measure_traffic_acceptance
+from services.training.traffic_acceptance import NUM_POSITIONS, TrafficAcceptance, choices, measure_traffic_acceptance
 from services.training.traffic_draft import DraftShape, answer_logits, load_draft, new_draft, train_draft
 from services.training.trainer import Recipe
+from tests.cluster.targets.test_heads import Answers, new_target
 from tests.soak import length
 
 TARGET, DRAFT = "outrider-target-12m", "outrider-draft-2m"
@@ -156,7 +162,8 @@ def parallel(traffic: Path, distilled: Path, tmp_path_factory: pytest.TempPathFa
         "8",
         "--learning-rate",
         "1e-3",
-        "--parallel",
+        "--drafter",
+        "parallel",
     ]
     assert main(["distill", *arguments]) == 0
     return out
@@ -185,7 +192,7 @@ def test_the_engine_drafts_from_masks_as_it_was_taught(parallel: Path, distilled
     with torch.no_grad():
         (states,) = parallel_states(model, [lesson], [masks], model.config.pard_token)
         labels = [*range(len(answer.token_ids)), *masks.labels]
-        chosen = choices(model.lm_head(states), lesson, labels).tolist()
+        chosen = choices(model.lm_head(states), answer, labels).tolist()
     places = [*((place, 0) for place in range(len(answer.token_ids))), *zip(masks.places, masks.offsets, strict=True)]
     expected = dict(zip(places, chosen, strict=True))
     for place in (0, 7, 20):
@@ -197,6 +204,82 @@ def test_the_engine_drafts_from_masks_as_it_was_taught(parallel: Path, distilled
             drafter.draft([sequence])
         assert sequence.draft_token_ids == [expected[place, offset] for offset in range(4)]
         drafter.release(sequence)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """New heads that were taught for a few steps on answers, and their acceptance there."""
+
+    drafter: str
+    folder: Path
+    answers: list[RecordedAnswer]
+    before: list[TrafficAcceptance]
+    after: list[TrafficAcceptance]
+
+
+@pytest.fixture(scope="module", params=["eagle", "medusa"])
+def heads(request: pytest.FixtureRequest, distilled: Path, tmp_path_factory: pytest.TempPathFactory) -> Heads:
+    folder = tmp_path_factory.mktemp(request.param)
+    answers = read_answers(distilled / "answers.jsonl")[:12]
+    arguments = argparse.Namespace(drafter=request.param, intermediate_size=128, seed=0)
+    target = TargetConfig(model=TARGET, dtype="float32")
+    course = Course(arguments, target, resolve_model_folder(TARGET), None, answers, answers)
+    student = make_student(course, lambda: None)
+    before = student.measure(lambda: None)
+    student.train(Recipe(12, 6, 32, 3e-3, seed=1), lambda loss: None)
+    student.save(folder)
+    return Heads(request.param, folder, answers, before, student.measure(lambda: None))
+
+
+def test_heads_are_accepted_more_often_after_training(heads: Heads) -> None:
+    assert sum(one.rate for one in heads.after) > sum(one.rate for one in heads.before) + 0.3
+    assert all(len(one.by_position) == NUM_POSITIONS for one in heads.after)
+
+
+@pytest.mark.skipif(not has_kernels(), reason="PyTorch's operators do not give the same bits at every k")
+def test_heads_serve_as_they_were_taught(heads: Heads) -> None:
+    """The tokens are those without drafts, and as many drafts are accepted as in the measurement."""
+    target = new_target({"draft": {"drafter": heads.drafter, "model": str(heads.folder)}})
+
+    def asked(k: int) -> list[GenerationRequest]:
+        return [
+            GenerationRequest(
+                str(one.seed),
+                list(one.prompt_token_ids),
+                len(one.prompt_token_ids),
+                SamplingParams(temperature=one.temperature),
+                NoiseKey.derive(one.seed, 0),
+                len(one.token_ids),
+                ignore_eos=True,
+                num_speculative_tokens=k,
+            )
+            for one in heads.answers
+        ]
+
+    plain, drafted = Answers(target, asked(0)), Answers(target, asked(1))
+    assert plain.token_ids == drafted.token_ids
+    num_matches = sum(one.rate * one.num_tokens for one in heads.after)
+    num_places = sum(one.num_tokens for one in heads.after)
+    assert drafted.num_accepted / drafted.num_drafts == pytest.approx(num_matches / num_places, abs=0.1)
+
+
+def test_the_command_goes_on_with_saved_heads(heads: Heads, traffic: Path, distilled: Path, tmp_path: Path) -> None:
+    shutil.copy(distilled / "answers.jsonl", tmp_path)
+    arguments = ["--traffic", str(traffic), "--target", TARGET, "--drafter", heads.drafter, *SETTINGS]
+    arguments += ["--draft", str(heads.folder), "--out", str(tmp_path), "--max-tokens", "32", "--epochs", "0.2"]
+    assert main(["distill", *arguments]) == 0
+    report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    assert sum(one["rate"] for one in report["before"]) > 0.1
+    assert f"draft.drafter: {heads.drafter}" in (tmp_path / "README.md").read_text(encoding="utf-8")
+
+
+def test_an_eagle_head_that_cannot_be_trained_is_named(
+    traffic: Path, distilled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(distilled / "answers.jsonl", tmp_path)
+    arguments = ["--traffic", str(traffic), "--target", TARGET, "--drafter", "eagle", "--draft", "outrider-eagle-12m"]
+    assert main(["distill", *arguments, *SETTINGS, "--out", str(tmp_path), "--max-tokens", "32"]) == 2
+    assert "only EAGLE-3 heads of the authors' form can be trained" in capsys.readouterr().err
 
 
 def test_prompts_are_read_from_tokens_texts_and_conversations(tmp_path: Path) -> None:

@@ -11,19 +11,21 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from cluster.engine.model_config import ModelConfig
 from services.training.batches import StreamWindows, evaluation_batches
 from services.training.context import Context
 from services.training.continuation import gumbel_noise
 from services.training.eagle import (
-    TrainableHead,
+    TrainableEagle,
     build_head,
     captured_layers,
-    coupled_acceptance,
+    captured_states,
     draft_steps,
     eagle_loss,
     load_head,
     save_head,
 )
+from services.training.heads import TargetEnds, coupled_acceptance
 from services.training.models import ModelShape, build_model
 from services.training.options import TrainingOptions
 from services.training.runtime import Runtime
@@ -58,12 +60,12 @@ def target(tiny_shape: ModelShape) -> LlamaForCausalLM:
 
 
 @pytest.fixture
-def head(target: LlamaForCausalLM) -> TrainableHead:
-    return build_head(target, 64, torch.arange(NUM_DRAFTABLE) + 5, 1)
+def head(target: LlamaForCausalLM) -> TrainableEagle:
+    return build_head(TargetEnds.of(target), 64, torch.arange(NUM_DRAFTABLE) + 5, 1)
 
 
 def test_training_brings_a_head_closer_to_its_target(
-    tmp_path: Path, target: LlamaForCausalLM, head: TrainableHead, stream: Tensor, runtime: Runtime
+    tmp_path: Path, target: LlamaForCausalLM, head: TrainableEagle, stream: Tensor, runtime: Runtime
 ) -> None:
     windows = StreamWindows(stream, RECIPE.batch_size, RECIPE.sequence_length, RECIPE.seed)
     held_out = evaluation_batches(stream, 8, RECIPE.sequence_length, 512)
@@ -77,14 +79,15 @@ def test_training_brings_a_head_closer_to_its_target(
 
 @torch.no_grad()
 def test_a_later_step_sees_the_text_so_far_and_what_it_foretold_itself(
-    target: LlamaForCausalLM, head: TrainableHead, stream: Tensor
+    target: LlamaForCausalLM, head: TrainableEagle, stream: Tensor
 ) -> None:
     """As a drafter does that runs one position at a time, with the text's tokens as the drafts."""
     tokens = stream[:40].long()[None]
     embeddings = target.model.embed_tokens(tokens)
     hidden_states = target.model(input_ids=tokens, use_cache=False, output_hidden_states=True).hidden_states
-    steps = draft_steps(head, embeddings, hidden_states, 3)
-    begun = head.begin(hidden_states)
+    read = captured_states(head, hidden_states)
+    steps = draft_steps(head, embeddings, read, 3)
+    begun = head.fc(read)
     for position in (0, 7, 36):
         known = begun[:, : position + 1]
         for depth, states in enumerate(steps):
@@ -110,7 +113,7 @@ def test_the_coupled_acceptance_is_how_often_both_choose_the_same() -> None:
 
 
 def test_a_saved_head_has_what_engines_load_and_nothing_that_they_take_from_the_target(
-    tmp_path: Path, head: TrainableHead, stream: Tensor
+    tmp_path: Path, target: LlamaForCausalLM, head: TrainableEagle, stream: Tensor
 ) -> None:
     inputs = torch.randn(1, 5, 32)
     save_head(head, tmp_path)
@@ -121,7 +124,8 @@ def test_a_saved_head_has_what_engines_load_and_nothing_that_they_take_from_the_
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     assert (config["num_hidden_layers"], config["draft_vocab_size"]) == (1, NUM_DRAFTABLE)
-    loaded = load_head(tmp_path, torch.device("cpu"))
+    target.save_pretrained(tmp_path / "target")
+    loaded = load_head(tmp_path, ModelConfig.from_folder(tmp_path / "target"))
     assert loaded.target_ids.tolist() == list(range(5, 5 + NUM_DRAFTABLE))
     torch.testing.assert_close(loaded(inputs, inputs)[0], head.float()(inputs, inputs)[0])
 
@@ -133,7 +137,7 @@ def test_the_engine_drafts_with_it_what_it_drafts_in_training(tmp_path: Path, st
     target = build_model(shape, 0).train(False)
     target.save_pretrained(tmp_path / "target")
     assert captured_layers(8) == (2, 4, 5)
-    head = build_head(target, 64, torch.arange(100, 400), 1)
+    head = build_head(TargetEnds.of(target), 64, torch.arange(100, 400), 1)
     save_head(head, tmp_path / "head")
     head.float()
     token_ids = [token % 512 for token in stream[:30].tolist()]
@@ -142,7 +146,8 @@ def test_the_engine_drafts_with_it_what_it_drafts_in_training(tmp_path: Path, st
     for num_drafts in range(K):
         tokens = torch.tensor([[*token_ids, *drafts[:num_drafts], 0]])
         hidden_states = target.model(input_ids=tokens, use_cache=False, output_hidden_states=True).hidden_states
-        steps = draft_steps(head, target.model.embed_tokens(tokens), hidden_states, num_drafts + 1)
+        read = captured_states(head, hidden_states)
+        steps = draft_steps(head, target.model.embed_tokens(tokens), read, num_drafts + 1)
         logits = head.logits(steps[-1][0, len(token_ids) - 2])
         assert drafts[num_drafts] == int(head.target_ids[logits.argmax()])
 

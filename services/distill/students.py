@@ -1,0 +1,200 @@
+"""The kinds of drafters that `outrider distill` trains."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from cluster.config.workers import TargetConfig
+from cluster.engine.model_config import ModelConfig
+from cluster.engine.runner import load_weights
+from services.training.eagle import TrainableEagle, build_head, load_head, save_head
+from services.training.heads import TargetEnds, TrainableHead
+from services.training.medusa import TrainableMedusa, build_medusa, load_medusa, save_medusa
+from services.training.models import count_parameters
+from services.training.parallel import add_mask_token, unused_token_id
+from services.training.teaching import AnswerReader, Lesson, teach
+from services.training.traffic_acceptance import NUM_POSITIONS, TrafficAcceptance, measure_traffic_acceptance
+from services.training.traffic_draft import DraftShape, load_draft, new_draft, train_draft
+from services.training.traffic_heads import HeadLessons, measure_head, train_head
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
+
+    from services.training.traffic import RecordedAnswer
+    from services.training.trainer import Recipe
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+_MAX_HEAD_VOCABULARY = 32_000  # tokens of an EAGLE head, as in published ones
+_NUM_MEDUSA_HEADS = 5  # as in published heads
+_DRAFT_INTERMEDIATE_SIZE = 512
+
+DidOne = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Course:
+    """The target, the answers, and the options of a training."""
+
+    arguments: argparse.Namespace
+    target: TargetConfig
+    target_folder: Path
+    draft_folder: Path | None  # what the student begins with; None: a new one
+    taught: Sequence[RecordedAnswer]
+    held_out: Sequence[RecordedAnswer]
+
+
+class Student(ABC):
+    """A draft or head in training."""
+
+    @abstractmethod
+    def num_parameters(self) -> int: ...
+
+    @abstractmethod
+    def measure(self, did_one: DidOne) -> list[TrafficAcceptance]:
+        """Returns the acceptance on the held-out answers. Calls `did_one` after each answer."""
+
+    @abstractmethod
+    def train(self, recipe: Recipe, did_step: Callable[[float], object]) -> None:
+        """Trains on the other answers."""
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Writes the folder for `draft.model`, and goes on with what was saved, in bfloat16."""
+
+
+class DraftStudent(Student):
+    """A draft model. If `is_parallel`, it learns to draft all tokens of a proposal in one step."""
+
+    def __init__(self, course: Course, did_one: DidOne, *, is_parallel: bool) -> None:
+        """Has the target read all answers; calls `did_one` after each of them."""
+        self._target_folder, self._is_parallel = course.target_folder, is_parallel
+        num_taught, seed = len(course.taught), course.arguments.seed
+        lessons = teach(course.target, [*course.taught, *course.held_out], seed, did_one)
+        self._taught, self._held_out = lessons[:num_taught], lessons[num_taught:]
+        self._draft = _new_draft(course) if course.draft_folder is None else load_draft(course.draft_folder)
+        self._has_masks = is_parallel and getattr(self._draft.config, "pard_token", None) is not None
+
+    def num_parameters(self) -> int:
+        return self._draft.num_parameters()
+
+    def measure(self, did_one: DidOne) -> list[TrafficAcceptance]:
+        return measure_traffic_acceptance(self._draft, self._held_out, did_one, is_parallel=self._has_masks)
+
+    def train(self, recipe: Recipe, did_step: Callable[[float], object]) -> None:
+        if not self._is_parallel:
+            self._draft.config.pard_token = None  # its masks are not trained any further
+        elif not self._has_masks:
+            reserved = ModelConfig.from_folder(self._target_folder).eos_token_ids
+            lessons: list[Lesson] = [*self._taught, *self._held_out]
+            add_mask_token(self._draft, unused_token_id(self._draft.config.vocab_size, lessons, reserved))
+            self._has_masks = True
+        num_masks = NUM_POSITIONS if self._is_parallel else 0
+        train_draft(self._draft, self._taught, recipe, did_step, num_masks=num_masks)
+
+    def save(self, folder: Path) -> None:
+        """Writes a Hugging Face folder, with the target's tokenizer."""
+        self._draft.to(torch.bfloat16)  # type: ignore[arg-type]
+        self._draft.save_pretrained(folder)
+        for name in _TOKENIZER_FILES:
+            if (self._target_folder / name).is_file():
+                shutil.copyfile(self._target_folder / name, folder / name)
+        self._draft = load_draft(folder)
+
+
+def _new_draft(course: Course) -> LlamaForCausalLM:
+    loaded = load_weights(course.target, dtype_on_cpu=torch.bfloat16)
+    options = course.arguments
+    intermediate_size = options.intermediate_size or _DRAFT_INTERMEDIATE_SIZE
+    shape = DraftShape(options.hidden_size, options.num_layers, intermediate_size)
+    return new_draft(loaded.config, loaded.weights.embedding, shape, options.seed)
+
+
+class HeadStudent(Student):
+    """A head on the target's hidden states."""
+
+    _head: TrainableHead
+
+    def __init__(self, course: Course) -> None:
+        loaded = load_weights(course.target, dtype_on_cpu=torch.bfloat16)
+        self._config, self._ends = loaded.config, TargetEnds.of_engine(loaded)
+        self._head = self._new(course) if course.draft_folder is None else self._load(course.draft_folder)
+        # A head drafts at no place of an answer whose text has less than 3 tokens.
+        answers = [
+            [answer for answer in some if len(answer.all_token_ids) > 2] for some in (course.taught, course.held_out)
+        ]
+        longest = max(len(answer.all_token_ids) for some in answers for answer in some)
+        reader = AnswerReader(loaded, course.target.block_size, longest, self._head.captured_layers)
+        self._taught, self._held_out = (HeadLessons(some, reader, self._ends.embedding) for some in answers)
+
+    @abstractmethod
+    def _new(self, course: Course) -> TrainableHead: ...
+
+    @abstractmethod
+    def _load(self, folder: Path) -> TrainableHead: ...
+
+    def num_parameters(self) -> int:
+        return count_parameters(self._head)
+
+    def measure(self, did_one: DidOne) -> list[TrafficAcceptance]:
+        return measure_head(self._head, self._held_out, did_one)
+
+    def train(self, recipe: Recipe, did_step: Callable[[float], object]) -> None:
+        train_head(self._head, self._taught, recipe, did_step)
+
+    def save(self, folder: Path) -> None:
+        self._write(folder)
+        self._head = self._load(folder)
+
+    @abstractmethod
+    def _write(self, folder: Path) -> None: ...
+
+
+class EagleStudent(HeadStudent):
+    _head: TrainableEagle
+
+    def _new(self, course: Course) -> TrainableEagle:
+        size = course.arguments.intermediate_size or self._config.intermediate_size
+        token_ids = torch.tensor([token for answer in course.taught for token in answer.token_ids])
+        counts = torch.bincount(token_ids, minlength=self._config.vocab_size)
+        frequent = counts.argsort(descending=True, stable=True)[:_MAX_HEAD_VOCABULARY].sort().values
+        return build_head(self._ends, size, frequent, course.arguments.seed)
+
+    def _load(self, folder: Path) -> TrainableEagle:
+        return load_head(folder, self._config)
+
+    def _write(self, folder: Path) -> None:
+        save_head(self._head, folder)
+
+
+class MedusaStudent(HeadStudent):
+    _head: TrainableMedusa
+
+    def _new(self, course: Course) -> TrainableMedusa:
+        return build_medusa(self._ends, _NUM_MEDUSA_HEADS)
+
+    def _load(self, folder: Path) -> TrainableMedusa:
+        return load_medusa(folder, self._ends)
+
+    def _write(self, folder: Path) -> None:
+        save_medusa(self._head, folder)
+
+
+def make_student(course: Course, did_one: DidOne) -> Student:
+    """Returns the student of `--drafter`. Calls `did_one` for each answer that the target reads now.
+
+    Raises ConfigurationError if the model or head to begin with cannot be loaded.
+    """
+    drafter = course.arguments.drafter
+    if drafter == "eagle":
+        return EagleStudent(course)
+    if drafter == "medusa":
+        return MedusaStudent(course)
+    return DraftStudent(course, did_one, is_parallel=drafter == "parallel")
