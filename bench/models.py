@@ -4,13 +4,15 @@
 (`bench.instruct`) into `DIR/instruct`.
 
 The pair is `DIR/target`, the bundled target widened to about 190M parameters *without changing its function*,
-`DIR/draft`, the bundled draft as it is, and `DIR/eagle`, the bundled EAGLE head widened likewise. Acceptance stays
-what it was and the cost ratio becomes that of a large target, so speed can be measured without training one.
+`DIR/draft`, the bundled draft as it is, and `DIR/eagle`, the bundled EAGLE head widened likewise. `--head FOLDER`
+widens another head of the bundled target, EAGLE-3 or Medusa, into `DIR/` and the folder's name. Acceptance stays what
+it was and the cost ratio becomes that of a large target, so speed can be measured without training one.
 
 How a model is widened exactly:
 
 - The width grows by a factor of 4, new channels are zero. RMSNorm's mean square is then 4 times smaller: its weight
   is divided by 2, exact in bfloat16, and `rms_norm_eps` is divided by 4.
+- A matrix that reads several states or embeddings side by side, in a head, is widened part by part.
 - New attention heads and new channels of the MLP have zero weights, in and out. Query heads are added in whole
   groups, each with a key-value head of its own, so that old heads keep theirs.
 """
@@ -70,12 +72,21 @@ class Widening:
             rms_norm_eps=self.old.rms_norm_eps / self.width_factor,
         )
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The widened shape of the tensor `name`."""
+    def widen(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the widened tensor `name`. Integers and flags, such as the tokens of a head, stay as they are."""
+        if not tensor.is_floating_point():
+            return tensor
+        kind = name.removesuffix(".weight").rpartition(".")[2]
+        if kind in ("fc", "q_proj", "k_proj", "v_proj"):
+            parts = tensor.split(self.old.hidden_size, dim=1)
+            return torch.cat([self._in_corner(kind, part) for part in parts], dim=1)
+        wide = self._in_corner(kind, tensor)
+        return wide / self.width_factor**0.5 if tensor.dim() == 1 and kind != "bias" else wide  # a norm
+
+    def _in_corner(self, kind: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns `tensor` in the corner of a larger one of zeros."""
         q_size, kv_size = self.num_heads * self.old.head_dim, self.num_kv_heads * self.old.head_dim
-        shapes = {
-            "embed_tokens": (self.old.vocab_size, self.hidden_size),
-            "lm_head": (self.old.vocab_size, self.hidden_size),
+        sizes = {
             "q_proj": (q_size, self.hidden_size),
             "k_proj": (kv_size, self.hidden_size),
             "v_proj": (kv_size, self.hidden_size),
@@ -83,58 +94,58 @@ class Widening:
             "gate_proj": (self.intermediate_size, self.hidden_size),
             "up_proj": (self.intermediate_size, self.hidden_size),
             "down_proj": (self.hidden_size, self.intermediate_size),
-            "fc": (self.hidden_size, self.hidden_size),  # of an EAGLE head, either half of it
+            "fc": (self.hidden_size, self.hidden_size),  # of an EAGLE head, for one state or embedding
+            "linear": (self.hidden_size, self.hidden_size),  # of a Medusa head
         }
-        return shapes.get(name.removesuffix(".weight").rpartition(".")[2], (self.hidden_size,))
-
-    def widen(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` in the corner of a larger one of zeros."""
-        wide = torch.zeros(self.shape(name), dtype=tensor.dtype)
+        by_token = (len(tensor), self.hidden_size)  # embeddings and output layers
+        shape = (self.hidden_size,) if tensor.dim() == 1 else sizes.get(kind, by_token)
+        wide = torch.zeros(shape, dtype=tensor.dtype)
         wide[tuple(slice(size) for size in tensor.shape)] = tensor
-        if tensor.dim() == 1:  # every vector is the weight of a norm
-            wide /= self.width_factor**0.5
         return wide
 
 
 def widen_model(source: Path, folder: Path, widening: Widening) -> int:
-    """Writes the widened model of `source` to `folder`; returns its number of parameters."""
-    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors", "README.md"), dirs_exist_ok=True)
+    """Writes the widened model, or head of the widened target, to `folder`; returns its number of parameters."""
+    left_out = shutil.ignore_patterns("*.safetensors", "README.md", "answers.jsonl", "report.json")
+    shutil.copytree(source, folder, ignore=left_out, dirs_exist_ok=True)
     _write_config(source, folder, widening)
     tensors = {name: widening.widen(name, tensor) for name, tensor in load_file(source / "model.safetensors").items()}
     save_file(tensors, folder / "model.safetensors", _PYTORCH)
     return sum(tensor.numel() for tensor in tensors.values())
 
 
-def widen_head(source: Path, folder: Path, widening: Widening) -> None:
-    """Writes the EAGLE head in `source` to `folder`, for the widened model of the target that it was made for."""
-    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors", "README.md"), dirs_exist_ok=True)
-    _write_config(source, folder, widening)
-    tensors = load_file(source / "model.safetensors")
-    of_token, of_state = (widening.widen("fc", half) for half in tensors.pop("fc.weight").chunk(2, dim=1))
-    wide = {name: widening.widen(name, tensor) for name, tensor in tensors.items()}
-    save_file(wide | {"fc.weight": torch.cat((of_token, of_state), dim=1)}, folder / "model.safetensors", _PYTORCH)
-
-
 def _write_config(source: Path, folder: Path, widening: Widening) -> None:
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     new = widening.new
-    config |= {
+    sizes = {
         "hidden_size": new.hidden_size,
         "intermediate_size": new.intermediate_size,
         "num_attention_heads": new.num_heads,
         "num_key_value_heads": new.num_kv_heads,
         "rms_norm_eps": new.rms_norm_eps,
     }
+    config |= {name: size for name, size in sizes.items() if name in config}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def make_pair(out: Path, *, width_factor: int = WIDTH_FACTOR, intermediate_size: int = INTERMEDIATE_SIZE) -> int:
-    """Writes `target`, `draft` and `eagle` into the folder `out`; returns the number of parameters of the target."""
+def make_pair(
+    out: Path,
+    *,
+    width_factor: int = WIDTH_FACTOR,
+    intermediate_size: int = INTERMEDIATE_SIZE,
+    heads: Sequence[Path] = (),
+) -> int:
+    """Writes `target`, `draft`, `eagle` and widened `heads` of the bundled target into the folder `out`.
+
+    Returns the number of parameters of the target.
+    """
     config = Config()
     target = resolve_model_folder(config.target.model)
     widening = Widening(ModelConfig.from_folder(target), width_factor, intermediate_size)
     num_parameters = widen_model(target, out / "target", widening)
-    widen_head(resolve_model_folder(EAGLE_HEAD), out / "eagle", widening)
+    widen_model(resolve_model_folder(EAGLE_HEAD), out / "eagle", widening)
+    for head in heads:
+        widen_model(head, out / head.name, widening)
     shutil.copytree(resolve_model_folder(config.draft.model), out / "draft", dirs_exist_ok=True)
     return num_parameters
 
@@ -145,14 +156,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--instruct", action="store_true", help="SmolLM2-135M-Instruct from PyPI, and not the pair")
     parser.add_argument("--width-factor", type=int, default=WIDTH_FACTOR, help="of the target's width: a power of 4")
     parser.add_argument("--intermediate-size", type=int, default=INTERMEDIATE_SIZE)
+    parser.add_argument(
+        "--head", type=Path, action="append", default=[], metavar="FOLDER", help="another head of the bundled target"
+    )
     arguments = parser.parse_args(argv)
     out: Path = arguments.out
     if arguments.instruct:
         make_instruct(out / "instruct")
         print(f"{out}/instruct: SmolLM2-135M-Instruct")
         return 0
-    num_parameters = make_pair(out, width_factor=arguments.width_factor, intermediate_size=arguments.intermediate_size)
-    print(f"{out}/target: {num_parameters / 1e6:.0f}M parameters; {out}/draft; {out}/eagle")
+    num_parameters = make_pair(
+        out,
+        width_factor=arguments.width_factor,
+        intermediate_size=arguments.intermediate_size,
+        heads=arguments.head,
+    )
+    written = ["draft", "eagle", *(head.name for head in arguments.head)]
+    print(f"{out}/target: {num_parameters / 1e6:.0f}M parameters; {'; '.join(f'{out}/{name}' for name in written)}")
     return 0
 
 
