@@ -15,6 +15,7 @@ import torch
 from cluster.config.workers import TargetConfig
 from cluster.engine.model_config import ModelConfig
 from cluster.engine.runner import load_weights
+from cluster.errors import ConfigurationError
 from services.training.eagle import TrainableEagle, build_head, load_head, save_head
 from services.training.heads import TargetEnds, TrainableHead
 from services.training.medusa import TrainableMedusa, build_medusa, load_medusa, save_medusa
@@ -130,6 +131,8 @@ class HeadStudent(Student):
         answers = [
             [answer for answer in some if len(answer.all_token_ids) > 2] for some in (course.taught, course.held_out)
         ]
+        if not all(answers):
+            raise ConfigurationError("a head needs longer answers: those to train on, or to hold out, have one token")
         longest = max(len(answer.all_token_ids) for some in answers for answer in some)
         reader = AnswerReader(loaded, course.target.block_size, longest, self._head.captured_layers)
         self._taught, self._held_out = (HeadLessons(some, reader, self._ends.embedding) for some in answers)
