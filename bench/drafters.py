@@ -1,12 +1,15 @@
 """Every drafter on one target: what it takes, what is accepted, and which k is best: `python -m bench.drafters`.
 
-One stream, against a cluster without speculation; the two are interleaved as in `bench.speedup`, and every k with them.
-Layer-skip on the target that `bench.models` widens is flattered: that one has layers that do nothing.
+Against a cluster without speculation; the two are interleaved as in `bench.speedup`, and every k with them. A drafter
+is one of the names below, or `eagle=FOLDER` for example: `draft.drafter` and `draft.model`. With `--acceptances greedy`
+a drafter proposes its likeliest tokens, without the target's noise. Layer-skip on the target that `bench.models` widens
+is flattered: that one has layers that do nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 from collections.abc import Sequence
@@ -21,7 +24,7 @@ from bench.speedup import MEASURED, READY_TIMEOUT_SECONDS, Depth, Point, measure
 from cluster.config import Config
 from cluster.config.file import load_config
 from cluster.drafters.factory import is_model, load_draft_weights, load_heads
-from cluster.engine.heads import DecoderHead
+from cluster.engine.medusa import MedusaHeads
 from cluster.engine.runner import load_weights
 from cluster.errors import ConfigurationError
 from services.launch.local import LocalCluster
@@ -36,7 +39,7 @@ DRAFTERS: dict[str, tuple[str, ...]] = {
     "layer-skip, even": ("draft.drafter=layer-skip", "draft.layers=even"),
     "layer-skip, last-half": ("draft.drafter=layer-skip", "draft.layers=last-half"),
     "ngram": ("draft.drafter=ngram",),
-    "eagle": ("draft.drafter=eagle",),
+    "eagle": ("draft.drafter=eagle", "draft.model=outrider-eagle-12m"),
 }
 _COMPARED_DEPTH = 3  # acceptance and times are told of the same k for all
 
@@ -46,6 +49,7 @@ class Measured:
     """One drafter at one temperature."""
 
     drafter: str
+    acceptance: str  # as in `speculation.acceptance`
     gigabytes: float  # that a draft step reads of weights
     point: Point
 
@@ -63,35 +67,42 @@ class Measured:
         compared, best, point = self.compared, self.best, self.point
         auto = next(depth for depth in point.depths if depth.depth is None)
         return (
-            f"| {self.drafter} | {point.temperature:g} | {self.gigabytes:.3f} "
-            f"| {compared.step_ms('outrider_draft_step'):.2f} | {compared.acceptance_rate:.3f} "
+            f"| {self.drafter} | {self.acceptance} | {point.temperature:g} | {point.num_streams} "
+            f"| {self.gigabytes:.3f} | {compared.step_ms('outrider_draft_step'):.2f} | {compared.acceptance_rate:.3f} "
+            f"| {' '.join(f'{share:.2f}' for share in compared.acceptance_by_position)} "
             f"| {compared.acceptance_length:.2f} | {best.name}: {spread(point.speedups(best), 2)} "
             f"| {spread(point.speedups(auto), 2)} | {auto.mean_drafts:.1f} "
             f"| {point.plain.step_ms('outrider_step', ':decode'):.2f} |"
         )
 
     def to_json(self) -> dict[str, Any]:
-        return {"drafter": self.drafter, "gigabytes": self.gigabytes, "best_k": self.best.name, **self.point.to_json()}
+        return {
+            "drafter": self.drafter,
+            "acceptance": self.acceptance,
+            "gigabytes": self.gigabytes,
+            "best_k": self.best.name,
+            **self.point.to_json(),
+        }
 
 
 _HEADER = (
-    f"| drafter | T | GB | draft ms | accepted / drafted, k = {_COMPARED_DEPTH} | acceptance length | best k: speedup "
-    "| auto: speedup | k of auto | decode ms |\n"
-    "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+    f"| drafter | acceptance | T | streams | GB | draft ms | accepted / drafted, k = {_COMPARED_DEPTH} | by position "
+    "| acceptance length | best k: speedup | auto: speedup | k of auto | decode ms |\n"
+    "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"
 )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = _parser().parse_args(argv)
     base = load_config(None, [*MEASURED, *arguments.overrides])
-    print(f"{base.target.model}, one stream, {arguments.repeats} repeats\n\n{_HEADER}")
+    print(f"{base.target.model}, {arguments.repeats} repeats\n\n{_HEADER}")
     results: list[Measured] = []
     depths = [None, *arguments.depths]
     with LocalCluster(without_speculation(base)) as plain:
         plain.wait_ready(READY_TIMEOUT_SECONDS)
-        for name in arguments.drafters:
-            head = [f"draft.model={arguments.head}"] if name == "eagle" else []
-            config = load_config(None, [*MEASURED, *arguments.overrides, *DRAFTERS[name], *head])
+        for name, acceptance in itertools.product(arguments.drafters, arguments.acceptances):
+            own = (*_settings(name), f"speculation.acceptance={acceptance}")
+            config = load_config(None, [*MEASURED, *arguments.overrides, *own])
             try:
                 gigabytes = _gigabytes(config)
             except ConfigurationError as error:  # rows that don't divide into groups of 128
@@ -99,9 +110,11 @@ def main(argv: Sequence[str] | None = None) -> None:
                 continue
             with LocalCluster(config) as speculative:
                 speculative.wait_ready(READY_TIMEOUT_SECONDS)
-                for temperature in arguments.temperatures:
-                    point = measure(plain, speculative, depths, 1, temperature, arguments, model=base.target.model)
-                    results.append(Measured(name, gigabytes, point))
+                for temperature, streams in itertools.product(arguments.temperatures, arguments.streams):
+                    point = measure(
+                        plain, speculative, depths, streams, temperature, arguments, model=base.target.model
+                    )
+                    results.append(Measured(name, acceptance, gigabytes, point))
                     print(results[-1].row(), flush=True)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     document = {
@@ -114,11 +127,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments.out.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
+def _settings(name: str) -> tuple[str, ...]:
+    """Returns the settings of a drafter, which is a key of `DRAFTERS` or `draft.drafter=draft.model`."""
+    drafter, _, model = name.partition("=")
+    return (f"draft.drafter={drafter}", f"draft.model={model}") if model else DRAFTERS[name]
+
+
+def _drafter(text: str) -> str:
+    if "=" not in text and text not in DRAFTERS:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither DRAFTER=MODEL nor one of {', '.join(DRAFTERS)}")
+    return text
+
+
 def _gigabytes(config: Config) -> float:
     if config.draft.reads_states:
-        head = load_heads(config, load_weights(config.target, dtype_on_cpu=torch.bfloat16))
-        assert isinstance(head, DecoderHead)
-        return head.model.weights.num_bytes_read / 1e9
+        heads = load_heads(config, load_weights(config.target, dtype_on_cpu=torch.bfloat16))
+        return (heads if isinstance(heads, MedusaHeads) else heads.model.weights).num_bytes_read / 1e9
     if not is_model(config.draft.drafter):
         return 0.0
     return load_draft_weights(config).weights.num_bytes_read / 1e9
@@ -127,8 +151,9 @@ def _gigabytes(config: Config) -> float:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bench.drafters", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
-    parser.add_argument("--drafters", nargs="+", choices=DRAFTERS, default=list(DRAFTERS), metavar="NAME")
-    parser.add_argument("--head", default="outrider-eagle-12m", help="EAGLE head of the target")
+    parser.add_argument("--drafters", nargs="+", type=_drafter, default=list(DRAFTERS), metavar="NAME")
+    parser.add_argument("--acceptances", nargs="+", choices=("coupled", "greedy"), default=["coupled"])
+    parser.add_argument("--streams", type=lambda text: [int(n) for n in text.split(",")], default=[1])
     parser.add_argument("--temperatures", type=lambda text: [float(t) for t in text.split(",")], default=[0.0, 1.0])
     parser.add_argument("--depths", type=lambda text: [int(k) for k in text.split(",")], default=[1, 3, 5, 7])
     parser.add_argument("--repeats", type=int, default=3)

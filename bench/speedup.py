@@ -75,6 +75,13 @@ class Depth:
         return 1 + self.grown["vllm:spec_decode_num_accepted_tokens_total"] / max(self.num_rounds, 1.0)
 
     @property
+    def acceptance_by_position(self) -> list[float]:
+        """Share of the rounds in which the draft at each position was accepted."""
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+        numbers = [self.grown[f"{name}:{position}"] for position in range(self.depth or 0)]
+        return [number / max(self.num_rounds, 1.0) for number in numbers]
+
+    @property
     def bytes_per_token(self) -> float:
         """Protobuf payload of the links, both directions, opens apart, for a committed token."""
         return self.grown["outrider_link_bytes_total:round"] / max(self.grown["outrider_committed_tokens_total"], 1.0)

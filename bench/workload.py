@@ -160,14 +160,14 @@ def _body(
 
 
 def read_counters(url: str) -> dict[str, float]:
-    """The numbers of a metrics page by name, summed over their labels; with a `kind` or `k` also as name:kind."""
+    """The numbers of a metrics page by name, summed over labels; with a `kind`, `k` or `position` also as name:kind."""
     counters: dict[str, float] = {}
     for line in httpx.get(url, timeout=10).text.splitlines():
         if line.startswith("#"):
             continue
         name, _, value = line.rpartition(" ")
         name, _, labels = name.partition("{")
-        names = [name, *(f"{name}:{kind}" for kind in re.findall(r'\b(?:kind|k)="(\w+)"', labels))]
+        names = [name, *(f"{name}:{kind}" for kind in re.findall(r'\b(?:kind|k|position)="(\w+)"', labels))]
         for name in names:
             counters[name] = counters.get(name, 0.0) + float(value)
     return counters

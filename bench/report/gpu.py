@@ -83,7 +83,7 @@ def resources(results: Results) -> str:
     found: dict[str, list[dict[str, Any]]] = {}
     for one in results.read("gpu-resources.json")["kernels"]:
         family = ", ".join(one["kernel"].split(", ")[: 2 if one["kernel"].startswith("attention") else 1])
-        found.setdefault(family, []).append(one)
+        found.setdefault("others" if family in ("norm", "rotation", "gate", "noise") else family, []).append(one)
     rows = [
         [
             family,
