@@ -21,6 +21,7 @@ from cluster.engine.limits import StepLimits
 from cluster.engine.runner import ModelRunner
 from cluster.engine.step_graphs import Recorder, first_rows
 from cluster.engine.triton_model import TritonModel
+from cluster.speculation.device_copy import copy_to
 from cluster.speculation.sampling import SampleRequest
 from cluster.speculation.triton_sampler import POSITION, RowTable, draw, empty_table, table_of
 from cluster.vocabulary_map import VocabularyMap
@@ -125,7 +126,7 @@ class Burst:
             row[0] = request.first_index
             row[1] = request.first_index + count - 1
             row[2 : 2 + len(blocks)] = blocks
-        on_device = torch.from_numpy(state).to(self._device, non_blocking=True)
+        (on_device,) = copy_to(self._device, [state])
         inputs.token_ids[:num_rows].copy_(ids)
         inputs.positions[:num_rows].copy_(on_device[:, 0])
         self._ends[:num_rows].copy_(on_device[:, 1])

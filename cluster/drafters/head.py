@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from cluster.drafters.base import DraftSequence
@@ -23,6 +24,7 @@ from cluster.engine.heads import DecoderHead
 from cluster.engine.limits import StepLimits
 from cluster.engine.model import LayerInputs
 from cluster.engine.runner import ModelRunner
+from cluster.speculation.device_copy import copy_to
 
 
 @dataclass(slots=True)
@@ -84,15 +86,15 @@ class HeadDrafter(ModelDrafter):
 
     @torch.inference_mode()
     def _inputs(self, batch: Batch) -> LayerInputs:
-        device, sources = batch.token_ids.device, self._sources
-
-        def indices(values: Sequence[int]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=device)
-
+        sources = self._sources
+        indices = (sources.of_target, sources.target_slots, sources.of_head, sources.head_slots)
+        of_target, target_slots, of_head, head_slots = copy_to(
+            batch.token_ids.device, [np.array(values, dtype=np.int64) for values in indices]
+        )
         return self._head.inputs(
             batch.token_ids,
-            indices(sources.of_target),
-            self._target.runner.states[indices(sources.target_slots)],
-            indices(sources.of_head),
-            self._runner.states[indices(sources.head_slots)],
+            of_target,
+            self._target.runner.states[target_slots],
+            of_head,
+            self._runner.states[head_slots],
         )

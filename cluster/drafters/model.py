@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class Cache:
     """KV cache of one sequence. The nodes of the tree have the places after the committed tokens, in their order."""
 
-    block_table: list[int]
+    block_table: MutableSequence[int]
     num_computed_tokens: int  # computed tokens among the committed tokens; all of these if there are drafts
     root: bytes | None  # root of the hashes of the blocks
     computed_nodes: set[int] = field(default_factory=set)

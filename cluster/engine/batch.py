@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from cluster.speculation.device_copy import copy_to
 from cluster.speculation.drafts import path_to
 
 
@@ -95,19 +96,22 @@ def pack(segments: Sequence[Segment], block_size: int, device: torch.device) -> 
         logit_rows.extend(range(end - segment.num_logits, end))
         row_starts.append(end)
 
-    def on_device(values: Sequence[int] | npt.NDArray[np.int64]) -> torch.Tensor:
-        return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(device)
-
+    numbers = [token_ids, positions, slots, logit_rows, row_starts]
+    numbers += [[segment.context_len for segment in segments], [segment.num_computed_tokens for segment in segments]]
+    arrays = [*(np.array(values, dtype=np.int64) for values in numbers), block_tables]
+    if any(paths):
+        arrays.append(_padded(paths))
+    rows = copy_to(device, arrays)
     return Batch(
-        token_ids=on_device(token_ids),
-        positions=on_device(positions),
-        slots=on_device(slots),
-        logit_rows=on_device(logit_rows),
-        row_starts=on_device(row_starts),
-        context_lens=on_device([segment.context_len for segment in segments]),
-        prefix_lens=on_device([segment.num_computed_tokens for segment in segments]),
-        block_tables=on_device(block_tables),
-        paths=on_device(_padded(paths)) if any(paths) else None,
+        token_ids=rows[0],
+        positions=rows[1],
+        slots=rows[2],
+        logit_rows=rows[3],
+        row_starts=rows[4],
+        context_lens=rows[5],
+        prefix_lens=rows[6],
+        block_tables=rows[7],
+        paths=rows[8] if any(paths) else None,
         max_rows=max(len(segment.token_ids) for segment in segments),
     )
 

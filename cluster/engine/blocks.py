@@ -13,6 +13,8 @@ sequence only writes slots whose KV is not computed yet.
 
 If no block is free, the manager takes the cached block that was given back first. It takes tables back from their end,
 so that the beginnings of sequences, which are likelier to be shared, stay longest.
+
+Block tables are arrays of int64, which a step copies without converting each number.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableSequence, Sequence
 
 from cluster.telemetry.metrics import Reading
 
@@ -62,11 +64,11 @@ class BlockManager:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def allocate(self, num_blocks: int) -> list[int] | None:
+    def allocate(self, num_blocks: int) -> array[int] | None:
         """Returns a block table of `num_blocks` blocks. Returns None and changes nothing if fewer are available."""
         if num_blocks > self.num_available_blocks:
             return None
-        return [self._take() for _ in range(num_blocks)]
+        return array("q", (self._take() for _ in range(num_blocks)))
 
     def allocate_for(
         self,
@@ -76,7 +78,7 @@ class BlockManager:
         reserve: int = 0,
         root: bytes | None = None,
         uses_cache: bool = True,
-    ) -> tuple[list[int], int] | None:
+    ) -> tuple[array[int], int] | None:
         """Returns a block table for `num_tokens` tokens that begin with `token_ids`, and the number of computed tokens.
 
         If `uses_cache`, the table begins with the blocks of the longest prefix that is cached under `root`. The prefix
@@ -85,7 +87,7 @@ class BlockManager:
         """
         if self.num_available_blocks <= reserve:  # the last token takes a block, so the prefix does not matter
             return None
-        block_table = self._cached_prefix(token_ids, root) if uses_cache else []
+        block_table = self._cached_prefix(token_ids, root) if uses_cache else array("q")
         num_shared = len(block_table)
         num_missing = self.num_blocks_for(num_tokens) - num_shared
         num_without_owner = sum(self._num_owners[block] == 0 for block in block_table)
@@ -99,7 +101,7 @@ class BlockManager:
         self.num_hit_tokens += num_shared * self.block_size
         return block_table, num_shared * self.block_size
 
-    def grow(self, block_table: list[int], num_tokens: int) -> bool:
+    def grow(self, block_table: MutableSequence[int], num_tokens: int) -> bool:
         """Extends `block_table` to hold `num_tokens` tokens.
 
         Returns False and changes nothing if too few blocks are available.
@@ -112,21 +114,21 @@ class BlockManager:
         block_table.extend(self._take() for _ in range(num_missing))
         return True
 
-    def shrink(self, block_table: list[int], num_tokens: int) -> None:
+    def shrink(self, block_table: MutableSequence[int], num_tokens: int) -> None:
         """Takes back all blocks of `block_table` that are not needed for `num_tokens` tokens."""
         num_kept = self.num_blocks_for(num_tokens)
         beyond = block_table[num_kept:]
         del block_table[num_kept:]
         self.free(beyond)
 
-    def free(self, block_table: list[int]) -> None:
+    def free(self, block_table: MutableSequence[int]) -> None:
         """Takes back a block table and empties it."""
         for block in reversed(block_table):
             assert self._num_owners[block] > 0, f"block {block} freed twice"
             self._num_owners[block] -= 1
             if self._num_owners[block] == 0:
                 self._put_back(block)
-        block_table.clear()
+        del block_table[:]
 
     def cache(
         self,
@@ -165,9 +167,9 @@ class BlockManager:
         ):
             yield Reading(f"vllm:prefix_cache_{name}", documentation, value, is_counter=True)
 
-    def _cached_prefix(self, token_ids: Sequence[int], root: bytes | None = None) -> list[int]:
+    def _cached_prefix(self, token_ids: Sequence[int], root: bytes | None = None) -> array[int]:
         """Returns the blocks of the longest cached prefix that leaves at least one token."""
-        block_table: list[int] = []
+        block_table = array("q")
         parent = root
         for end in range(self.block_size, len(token_ids), self.block_size):
             parent = _hash(parent, token_ids[end - self.block_size : end])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import MutableSequence
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
@@ -31,7 +32,7 @@ class Sequence:
     first_unscored: int | None = None  # first prompt token that is not scored yet; None: prompt tokens are not scored
     num_computed_tokens: int = 0
     num_preemptions: int = 0
-    block_table: list[int] = field(default_factory=list)
+    block_table: MutableSequence[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     num_cached_tokens: int | None = None  # found in the prefix cache at the first admission; None: not admitted yet
 

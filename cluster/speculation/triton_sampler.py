@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 import triton
 
+from cluster.speculation.device_copy import copy_to
 from cluster.speculation.device_noise import signed_word
 from cluster.speculation.filters import NO_TOP_P
 from cluster.speculation.noise import NoiseKey
@@ -100,27 +101,25 @@ def table_of(requests: Sequence[SampleRequest], vocab_size: int, device: torch.d
         start = end
 
     filters = [request.params for request in requests if request.params.has_filter]
-    # Triton compiles again for pointers that are not multiples of 16 bytes: each part has an even number of words.
     mask_words = max(masks[0].shape[1], 1) if masks else 1
-    num_mask_words = max(num_masked, 1) * mask_words  # int32
-    masks_at = rows.size + len(shaped_rows) + len(shaped_rows) % 2
-    appendix_at = masks_at + 2 * -(-num_mask_words // 4)
-    # Only copies from pinned memory do not make the host wait.
-    packed = torch.zeros(appendix_at + appendix_len, dtype=torch.int64, pin_memory=device.type == "cuda")
-    words = packed.numpy()
-    words[: rows.size] = rows.ravel()
-    words[rows.size : rows.size + len(shaped_rows)] = shaped_rows
+    num_masks = max(num_masked, 1)
+    mask_bits = np.zeros(num_masks * mask_words + num_masks * mask_words % 2, dtype=np.int32)  # whole int64
     if masks:
-        own_words = packed[masks_at:appendix_at].view(torch.int32)[:num_mask_words]
-        torch.cat(masks, out=own_words.view(num_masked, mask_words))
-    if appendix:
-        words[appendix_at:] = np.concatenate(appendix)
-    on_device = packed.to(device, non_blocking=True)
+        torch.cat(masks, out=torch.from_numpy(mask_bits)[: num_masks * mask_words].view(num_masks, mask_words))
+    on_device = copy_to(
+        device,
+        [
+            rows,
+            np.array(shaped_rows, dtype=np.int64),
+            mask_bits.view(np.int64),
+            np.concatenate(appendix) if appendix else np.zeros(0, dtype=np.int64),
+        ],
+    )
     return RowTable(
-        rows=on_device[: rows.size].view(num_rows, len(COLUMNS)),
-        appendix=on_device[appendix_at:],
-        shaped_rows=on_device[rows.size : rows.size + len(shaped_rows)],
-        masks=on_device[masks_at:appendix_at].view(torch.int32)[:num_mask_words].view(-1, mask_words),
+        rows=on_device[0],
+        shaped_rows=on_device[1],
+        masks=on_device[2].view(torch.int32)[: num_masks * mask_words].view(num_masks, mask_words),
+        appendix=on_device[3],
         max_biases=max_biases,
         has_filter=bool(filters),
         has_top_k=any(params.top_k > 0 for params in filters),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,7 @@ from cluster.targets.token_generator import Generation, Scheduled
 class _Cache:
     """The KV cache of one sequence in the copy of the draft."""
 
-    block_table: list[int]
+    block_table: MutableSequence[int]
     num_computed_tokens: int = 0  # committed tokens
 
 

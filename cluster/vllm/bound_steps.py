@@ -19,6 +19,7 @@ import vllm.v1.worker.gpu.spec_decode.rejection_sampler as rejection_sampler
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
 
+from cluster.speculation.device_copy import copy_to
 from cluster.vllm.async_scheduler import BOUND_STEP
 from cluster.vllm.couplings import SlotCouplings, known_couplings
 from cluster.vllm.draft_gate import BoundStep, DraftReader
@@ -65,9 +66,7 @@ def _combine(original: Callable[..., Any], *arguments: Any, **options: Any) -> A
         if bound.gate not in _readers:
             _readers[bound.gate] = DraftReader(bound, states.device)
         slots = [states.req_id_to_index[request_id] for request_id in bound.request_ids]
-        # In pinned memory: otherwise the copy would wait for the device.
-        pinned = torch.tensor(slots, dtype=torch.int64, pin_memory=states.device.type == "cuda")
-        places = pinned.to(states.device, non_blocking=True)
+        (places,) = copy_to(states.device, [np.array(slots, dtype=np.int64)])
         states.draft_tokens[places] = _readers[bound.gate].read(bound)
     return original(*arguments, **options)
 

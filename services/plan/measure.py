@@ -183,7 +183,7 @@ class _Shape:
         return segments, requests
 
 
-def _blocks(runner: ModelRunner, num_tokens: int) -> list[int]:
+def _blocks(runner: ModelRunner, num_tokens: int) -> Sequence[int]:
     table = runner.blocks.allocate(runner.blocks.num_blocks_for(num_tokens))
     if table is None:
         raise ConfigurationError(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import MutableSequence
 
 import pytest
 
@@ -15,13 +16,13 @@ def test_a_partly_filled_block_is_a_whole_block(num_tokens: int, num_blocks: int
 
 
 def test_a_lone_sequence_gets_neighbours() -> None:
-    assert BlockManager(8, 16).allocate(3) == [0, 1, 2]
+    assert list(BlockManager(8, 16).allocate(3) or []) == [0, 1, 2]
 
 
 def test_without_a_common_beginning_no_block_ever_has_two_owners() -> None:
     choose = random.Random(0)
     blocks = BlockManager(37, 4)
-    tables: list[list[int]] = []
+    tables: list[MutableSequence[int]] = []
     for _ in range(2000):
         if tables and choose.random() < 0.5:
             blocks.free(tables.pop(choose.randrange(len(tables))))
@@ -56,7 +57,7 @@ def test_freeing_empties_the_table() -> None:
     table = blocks.allocate(2)
     assert table is not None
     blocks.free(table)
-    assert table == []
+    assert not table
     blocks.free(table)  # an empty table: nothing to free
     assert num_free_blocks(blocks) == 4
 
@@ -75,15 +76,15 @@ def test_a_table_grows_and_shrinks_by_whole_blocks() -> None:
     blocks = BlockManager(4, 4)
     table: list[int] = []
     assert blocks.grow(table, 5)
-    assert table == [0, 1]
+    assert list(table) == [0, 1]
     assert blocks.grow(table, 3)  # it has room for more already
     assert blocks.grow(table, 8)
-    assert table == [0, 1]
+    assert list(table) == [0, 1]
     assert not blocks.grow(table, 17)
-    assert table == [0, 1]
+    assert list(table) == [0, 1]
     assert blocks.grow(table, 16)
     blocks.shrink(table, 4)
-    assert table == [0]
+    assert list(table) == [0]
     assert_blocks_are_sound(blocks, [table])
 
 
@@ -146,7 +147,7 @@ class TestPrefixes:
         assert (blocks.num_used_blocks, blocks.num_cached_blocks, num_free_blocks(blocks)) == (0, 2, 6)
         allocated = blocks.allocate_for(TOKENS[:11], 11)
         assert allocated is not None
-        assert (allocated[0][:2], allocated[1]) == (was[:2], 8)
+        assert (list(allocated[0][:2]), allocated[1]) == (was[:2], 8)
         assert (blocks.num_used_blocks, blocks.num_cached_blocks, num_free_blocks(blocks)) == (3, 0, 5)
 
     def test_only_what_is_committed_and_computed_is_shared(self) -> None:

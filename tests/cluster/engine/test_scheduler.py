@@ -303,7 +303,7 @@ class TestWhenBlocksRunOut:
         assert scheduler.running == sequences[:2]
         assert list(scheduler.waiting) == [sequences[2], later]
         assert scheduler.num_preemptions == 1
-        assert sequences[2].block_table == []
+        assert not sequences[2].block_table
         assert len(sequences[2].token_ids) == 9
         assert scheduler.admit() == []  # it would only push itself out again
 
@@ -360,7 +360,7 @@ class TestRemoval:
             for _ in range(num_steps):
                 run(scheduler, scheduler.schedule(no_drafts))
         scheduler.remove(sequence)
-        assert sequence.block_table == []
+        assert not sequence.block_table
         assert sequence not in scheduler.waiting
         assert_blocks_are_sound(scheduler._blocks, [s.block_table for s in scheduler.running])
         scheduler.remove(other)
