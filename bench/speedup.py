@@ -136,6 +136,7 @@ class Point:
                     "speedups": self.speedups(depth),
                     "bound": self.bound(depth),
                     "acceptance_rate": depth.acceptance_rate,
+                    "acceptance_by_position": depth.acceptance_by_position,
                     "acceptance_length": depth.acceptance_length,
                     "mean_drafts": depth.mean_drafts,
                     "bytes_per_committed_token": depth.bytes_per_token,

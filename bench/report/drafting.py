@@ -18,6 +18,14 @@ _LEVELS = {
     "0.5B in INT8, Zen 4": "draft_levels-0.5b-int8.json",
 }
 _COMPARED_DEPTH = "3"
+_HEADS = {
+    "model": "2M",
+    "parallel=parallel": "parallel",
+    "eagle=eagle": "EAGLE-1",
+    "eagle=eagle3": "EAGLE-3",
+    "medusa=medusa": "Medusa",
+    "ngram": "n-gram",
+}
 
 
 def trace(results: Results) -> str:
@@ -50,7 +58,28 @@ def _drafter(point: Mapping[str, Any]) -> str:
     speedups = {name: statistics.median(depth["speedups"]) for name, depth in point["depths"].items()}
     best = max([1.0, *(speedup for name, speedup in speedups.items() if name != "auto")])
     accepted = point["depths"][_COMPARED_DEPTH]["acceptance_rate"]
-    return f"{speedups['auto']:.2f} ({best:.2f}); {accepted:.2f}"
+    return f"{speedups['auto']:.2f}/{best:.2f}/{accepted:.2f}"
+
+
+def heads(results: Results) -> str:
+    coupled = _of_one_stream(results, "drafters-190m-heads.json")
+    greedy = _of_one_stream(results, "drafters-190m-greedy.json")
+    rows = [
+        [title, *(coupled[name, temperature] for temperature in (0.0, 0.7, 1.0)), greedy[name, 1.0]]
+        for name, title in _HEADS.items()
+    ]
+    return markdown(["drafter", "T=0", "0.7", "1", "1, greedy"], rows)
+
+
+def _of_one_stream(results: Results, name: str) -> dict[tuple[str, float], str]:
+    """Returns the tokens per round and the speedup at the compared depth, by drafter and temperature."""
+    cells = {}
+    for point in results.read(name)["points"]:
+        if point["num_streams"] == 1:
+            depth = point["depths"][_COMPARED_DEPTH]
+            cell = f"{depth['acceptance_length']:.2f}/{statistics.median(depth['speedups']):.2f}"
+            cells[point["drafter"], point["temperature"]] = cell
+    return cells
 
 
 def draft_levels(results: Results) -> str:
@@ -69,7 +98,7 @@ def trees(results: Results) -> str:
         cells: dict[str, dict[str, str]] = {}
         for setting in point["settings"]:
             speed = statistics.median(setting["tokens_per_second"])
-            cell = f"{setting['tokens_per_round']:.2f}, {speed:.0f}"
+            cell = f"{setting['tokens_per_round']:.2f}/{speed:.0f}"
             cells.setdefault(setting["nodes"], {})[setting["kind"]] = cell
         for nodes, own in cells.items():
             if nodes != AUTO:
@@ -98,6 +127,7 @@ def demonstration(results: Results) -> str:
 TABLES: dict[str, Callable[[Results], str]] = {
     "trace": trace,
     "drafters": drafters,
+    "heads": heads,
     "draft-levels": draft_levels,
     "trees": trees,
     "distill": distill,

@@ -65,7 +65,7 @@ def paced(results: Results) -> str:
         own = paced_bench.Case(case["num_streams"], case["depth"], case["real"], case["paced"])
         real, simulated, ratio = map(statistics.median, (own.real, own.paced, own.ratios))
         title = "k = auto" if own.depth is None else f"k = {own.depth}"
-        cells.setdefault(own.num_streams, {})[title] = f"{real:.0f}, {simulated:.0f} ({ratio:.2f})"
+        cells.setdefault(own.num_streams, {})[title] = f"{real:.0f}/{simulated:.0f} ({ratio:.2f})"
     titles = list(next(iter(cells.values())))
     return markdown(["streams", *titles], ([streams, *own.values()] for streams, own in cells.items()))
 

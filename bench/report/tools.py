@@ -32,7 +32,7 @@ def plan(results: Results) -> str:
     for case in results.read("plan.json")["cases"]:
         own = plan_bench.Case(*(case[key] for key in ("num_streams", "depth", "acceptance", "predicted", "measured")))
         predicted, measured = map(statistics.median, (own.predicted, own.measured))
-        cells.setdefault(own.num_streams, {})[f"k = {own.depth}"] = f"{predicted:.0f}, {measured:.0f} ({own.ratio:.2f})"
+        cells.setdefault(own.num_streams, {})[f"k = {own.depth}"] = f"{predicted:.0f}/{measured:.0f} ({own.ratio:.2f})"
     titles = list(next(iter(cells.values())))
     return markdown(["streams", *titles], ([streams, *own.values()] for streams, own in cells.items()))
 
@@ -72,7 +72,7 @@ def simulate(results: Results) -> str:
         simulated = document["simulated"][name]
         speed = statistics.median(seed["tokens_per_second"] for seed in simulated["seeds"])
         off = [percent(simulated["off"][key]) for key in ("tokens_per_second", "latency_p50", "latency_p99")]
-        rows.append([name, f"{ran['tokens_per_second']:.0f}, {speed:.0f}", *off])
+        rows.append([name, f"{ran['tokens_per_second']:.0f}/{speed:.0f}", *off])
     head = ["case", "tokens/s ran, simulated", "off by", "latency p50", "p99"]
     return markdown(head, rows)
 
