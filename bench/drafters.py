@@ -1,9 +1,10 @@
-"""Every drafter on one target: what it takes, what is accepted, and which k is best: `python -m bench.drafters`.
+"""Measures drafters on one target: `python -m bench.drafters`.
 
-Against a cluster without speculation; the two are interleaved as in `bench.speedup`, and every k with them. A drafter
-is one of the names below, or `eagle=FOLDER` for example: `draft.drafter` and `draft.model`. With `--acceptances greedy`
-a drafter proposes its likeliest tokens, without the target's noise. Layer-skip on the target that `bench.models` widens
-is flattered: that one has layers that do nothing.
+Prints the cost of a draft step, the acceptance, and the k with the largest speedup over a cluster without speculation.
+The measurements of both clusters and of every k are interleaved as in `bench.speedup`. A drafter is one of the names
+below, or `draft.drafter` and `draft.model`, such as `eagle=FOLDER`. With `--acceptances greedy` a drafter proposes its
+likeliest tokens, without the noise of the target. On the target that `bench.models` widens, layer-skip has the
+acceptance of the bundled target with 12M parameters, not that of a trained model of this size.
 """
 
 from __future__ import annotations
@@ -41,16 +42,16 @@ DRAFTERS: dict[str, tuple[str, ...]] = {
     "ngram": ("draft.drafter=ngram",),
     "eagle": ("draft.drafter=eagle", "draft.model=outrider-eagle-12m"),
 }
-_COMPARED_DEPTH = 3  # acceptance and times are told of the same k for all
+_COMPARED_DEPTH = 3  # the k at which acceptance and times of all drafters are reported
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One drafter at one temperature."""
+    """The results of one drafter, acceptance, temperature and number of streams."""
 
     drafter: str
     acceptance: str  # as in `speculation.acceptance`
-    gigabytes: float  # that a draft step reads of weights
+    gigabytes: float  # of weights that a draft step reads
     point: Point
 
     @property
@@ -101,8 +102,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     with LocalCluster(without_speculation(base)) as plain:
         plain.wait_ready(READY_TIMEOUT_SECONDS)
         for name, acceptance in itertools.product(arguments.drafters, arguments.acceptances):
-            own = (*_settings(name), f"speculation.acceptance={acceptance}")
-            config = load_config(None, [*MEASURED, *arguments.overrides, *own])
+            settings = (*_settings(name), f"speculation.acceptance={acceptance}")
+            config = load_config(None, [*MEASURED, *arguments.overrides, *settings])
             try:
                 gigabytes = _gigabytes(config)
             except ConfigurationError as error:  # rows that don't divide into groups of 128
@@ -128,12 +129,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _settings(name: str) -> tuple[str, ...]:
-    """Returns the settings of a drafter, which is a key of `DRAFTERS` or `draft.drafter=draft.model`."""
+    """Returns the settings of a drafter. `name`: a key of `DRAFTERS`, or DRAFTER=MODEL."""
     drafter, _, model = name.partition("=")
     return (f"draft.drafter={drafter}", f"draft.model={model}") if model else DRAFTERS[name]
 
 
-def _drafter(text: str) -> str:
+def _drafter_name(text: str) -> str:
     if "=" not in text and text not in DRAFTERS:
         raise argparse.ArgumentTypeError(f"{text!r} is neither DRAFTER=MODEL nor one of {', '.join(DRAFTERS)}")
     return text
@@ -151,7 +152,7 @@ def _gigabytes(config: Config) -> float:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bench.drafters", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
-    parser.add_argument("--drafters", nargs="+", type=_drafter, default=list(DRAFTERS), metavar="NAME")
+    parser.add_argument("--drafters", nargs="+", type=_drafter_name, default=list(DRAFTERS), metavar="NAME")
     parser.add_argument("--acceptances", nargs="+", choices=("coupled", "greedy"), default=["coupled"])
     parser.add_argument("--streams", type=lambda text: [int(n) for n in text.split(",")], default=[1])
     parser.add_argument("--temperatures", type=lambda text: [float(t) for t in text.split(",")], default=[0.0, 1.0])

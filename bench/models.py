@@ -5,14 +5,15 @@
 
 The pair is `DIR/target`, the bundled target widened to about 190M parameters *without changing its function*,
 `DIR/draft`, the bundled draft as it is, and `DIR/eagle`, the bundled EAGLE head widened likewise. `--head FOLDER`
-widens another head of the bundled target, EAGLE-3 or Medusa, into `DIR/` and the folder's name. Acceptance stays what
-it was and the cost ratio becomes that of a large target, so speed can be measured without training one.
+widens another head of the bundled target, EAGLE-3 or Medusa, into `DIR/NAME`, where NAME is the name of FOLDER.
+Acceptance does not change and the cost ratio becomes that of a large target, so speed can be measured without
+training one.
 
 How a model is widened exactly:
 
 - The width grows by a factor of 4, new channels are zero. RMSNorm's mean square is then 4 times smaller: its weight
   is divided by 2, exact in bfloat16, and `rms_norm_eps` is divided by 4.
-- A matrix that reads several states or embeddings side by side, in a head, is widened part by part.
+- In a head, a matrix that multiplies several concatenated states or embeddings is widened part by part.
 - New attention heads and new channels of the MLP have zero weights, in and out. Query heads are added in whole
   groups, each with a key-value head of its own, so that old heads keep theirs.
 """
@@ -73,18 +74,18 @@ class Widening:
         )
 
     def widen(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the widened tensor `name`. Integers and flags, such as the tokens of a head, stay as they are."""
+        """Returns the widened tensor `name`. Integers and booleans, such as a head's token IDs, stay unchanged."""
         if not tensor.is_floating_point():
             return tensor
         kind = name.removesuffix(".weight").rpartition(".")[2]
         if kind in ("fc", "q_proj", "k_proj", "v_proj"):
             parts = tensor.split(self.old.hidden_size, dim=1)
-            return torch.cat([self._in_corner(kind, part) for part in parts], dim=1)
-        wide = self._in_corner(kind, tensor)
+            return torch.cat([self._padded(kind, part) for part in parts], dim=1)
+        wide = self._padded(kind, tensor)
         return wide / self.width_factor**0.5 if tensor.dim() == 1 and kind != "bias" else wide  # a norm
 
-    def _in_corner(self, kind: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns `tensor` in the corner of a larger one of zeros."""
+    def _padded(self, kind: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns `tensor`, padded with zeros at the end of each dimension to the widened shape."""
         q_size, kv_size = self.num_heads * self.old.head_dim, self.num_kv_heads * self.old.head_dim
         sizes = {
             "q_proj": (q_size, self.hidden_size),
@@ -105,9 +106,9 @@ class Widening:
 
 
 def widen_model(source: Path, folder: Path, widening: Widening) -> int:
-    """Writes the widened model, or head of the widened target, to `folder`; returns its number of parameters."""
-    left_out = shutil.ignore_patterns("*.safetensors", "README.md", "answers.jsonl", "report.json")
-    shutil.copytree(source, folder, ignore=left_out, dirs_exist_ok=True)
+    """Widens the model or head in `source` and writes it to `folder`. Returns its number of parameters."""
+    excluded = shutil.ignore_patterns("*.safetensors", "README.md", "answers.jsonl", "report.json")
+    shutil.copytree(source, folder, ignore=excluded, dirs_exist_ok=True)
     _write_config(source, folder, widening)
     tensors = {name: widening.widen(name, tensor) for name, tensor in load_file(source / "model.safetensors").items()}
     save_file(tensors, folder / "model.safetensors", _PYTORCH)
@@ -157,7 +158,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--width-factor", type=int, default=WIDTH_FACTOR, help="of the target's width: a power of 4")
     parser.add_argument("--intermediate-size", type=int, default=INTERMEDIATE_SIZE)
     parser.add_argument(
-        "--head", type=Path, action="append", default=[], metavar="FOLDER", help="another head of the bundled target"
+        "--head",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FOLDER",
+        help="also widen this head of the bundled target; may be repeated",
     )
     arguments = parser.parse_args(argv)
     out: Path = arguments.out

@@ -76,7 +76,7 @@ class Depth:
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """Share of the rounds in which the draft at each position was accepted."""
+        """For each position of a proposal, the share of rounds in which its draft was accepted."""
         name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
         numbers = [self.grown[f"{name}:{position}"] for position in range(self.depth or 0)]
         return [number / max(self.num_rounds, 1.0) for number in numbers]

@@ -160,7 +160,7 @@ def _body(
 
 
 def read_counters(url: str) -> dict[str, float]:
-    """The numbers of a metrics page by name, summed over labels; with a `kind`, `k` or `position` also as name:kind."""
+    """Returns sums of a page's metrics by name, and by `name:value` for the labels `kind`, `k` and `position`."""
     counters: dict[str, float] = {}
     for line in httpx.get(url, timeout=10).text.splitlines():
         if line.startswith("#"):

@@ -61,7 +61,7 @@ class Burst:
         self._table = empty_table(largest, self._device)
         self._tokens = numbers(largest, MAX_STEPS)
         self._place = numbers(1)  # position of the next tokens in `_tokens`
-        # By size, and whether a row has filters: these take 18 launches, even if no row has any.
+        # Keyed by size and by whether any row has filters. Filters add 18 kernel launches to a step, used or not.
         self._steps = {
             (size, has_filter): record(self._step(model, size, has_filter=has_filter))
             for size in reversed(self._sizes)

@@ -28,7 +28,7 @@ _ROUNDING = 1e-9  # rounding error of divided and multiplied rows: it must not a
 _LOGIT_BYTES = 4
 _SHAPING_PASSES = 2  # one read, and one write of the result that the other passes read
 _CUT_PASSES = 2  # the best score, the scores equal to the cut
-_SEARCH_PASSES = 8  # of top-k, and of top-p: 32 bits of a score's order, 4 bits a pass
+_SEARCH_PASSES = 8  # for top-k, and again for top-p: 32 bits of a score's order, 4 bits a pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ def sampling(model: PlannedModel, rows: float, logit_passes: int = 1) -> Kernel:
 def sampler_passes(*, is_shaped: bool = False, min_p: bool = False, top_k: bool = False, top_p: bool = False) -> int:
     """Returns the maximum number of passes over a row's logits, by the parameters of its request.
 
-    See `cluster.speculation.triton_cut`. `is_shaped`: has penalties, biases or masks.
+    See `cluster.speculation.triton_cut`. `is_shaped`: the request has penalties, biases or masks.
     """
     passes = 1 + _SHAPING_PASSES * is_shaped
     if min_p or top_k or top_p:

@@ -91,8 +91,8 @@ def notes(efficiency: Efficiency, prompt_tokens: int, answer_tokens: int, *, is_
     assumed = {
         "load": [f"prompts of {prompt_tokens} and answers of {answer_tokens} tokens, which come at random (Poisson)"],
         "acceptance": [
-            "one rate for every place, text and draft, also for a head, a draft in INT8 and one that drafts in one",
-            "pass, which has to be trained for it (`outrider distill --drafter parallel`)",
+            "the same rate at every position, for all texts and drafts, including heads and drafts in INT8;",
+            "a draft with one pass per proposal has to be trained for it (`outrider distill --drafter parallel`)",
         ],
         "p99": [
             "first token: the rest of the running step, then that of its prompt and of those that came with it;",

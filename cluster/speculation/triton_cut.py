@@ -1,16 +1,18 @@
-"""Finds the border of every row's filters on a GPU: kernels that search a row's chunks in parallel.
+"""Finds the cut of each row's filters on a GPU, with kernels that search all chunks of a row in parallel.
 
     best     finds the best score
-    narrow   sums the tokens in each of 16 parts of an interval of scores: one pass of a search
+    narrow   sums the tokens in each of 16 parts of an interval of orders: one pass of a search
     ties     writes the cut, and counts each chunk's tokens at the cut if only some of them stay
 
-Each filter is a search for the highest order such that the tokens with this order or a higher one reach a limit:
-`top_k` tokens, or a share `top_p` of the weights that min-p and top-k left. A pass divides an interval of orders into
-16 parts. The next pass finds from the sums the part in which the search goes on. So eight passes suffice for 32 bits.
+The order of a score is an integer that compares like the score (`order_of`). Top-k and top-p each search for the
+highest order such that the tokens with this order or a higher one reach a limit: `top_k` tokens, or a share `top_p` of
+the weights that min-p and top-k left. A pass divides an interval of orders into 16 parts. The next pass continues in
+one of the parts, which it finds from the sums. Eight passes cover 32 bits.
 
-Four bits a pass take the fewest instructions: a pass takes some 50 per token for score and weight, and 4 per token and
-part. Chunks add integers to the row's sums, in any order. The number of launches does not depend on the scores, and
-no program waits for another, so recorded graphs may contain the kernels. Rows without the filter return at once.
+A pass takes about 50 instructions per token for score and weight, and 4 per token and part. So 3 or 4 bits a pass take
+the fewest instructions, and 4 bits need fewer passes. Chunks add integers to the row's sums, so the order of the
+additions does not matter. The number of launches does not depend on the scores, and no program waits for another, so
+recorded graphs may contain the kernels. Programs of rows without the filter return at once.
 """
 
 from __future__ import annotations
@@ -34,21 +36,21 @@ from cluster.speculation.triton_sampling import (
 )
 
 STEP = 512  # tokens that a program sums at once: with more, the sums of 16 parts do not fit into registers
-NUM_PASSES = 8  # of a search: 32 bits of an order, 4 bits a pass
+NUM_PASSES = 8  # passes of a search: 32 bits of an order, 4 bits a pass
 _LAST = tl.constexpr(NUM_PASSES - 1)
 _BITS = tl.constexpr(4)
 _PARTS = tl.constexpr(16)
 
-# Words of a row, int64, all zero before the first pass: a record of each pass by number of tokens, then of each pass by
-# weight, then the best order. A record is 256 bytes, a multiple of what memory reads at once.
+# A row has these int64 words, all zero before the first pass: a record of each pass that counts tokens, a record of
+# each pass that sums weights, and the best order. A record has 256 bytes, a multiple of a memory transaction.
 _RECORD = tl.constexpr(32)
 _SEARCH = tl.constexpr(NUM_PASSES * 32)
 RECORD_WORDS = (2 * NUM_PASSES + 1) * 32
 _ROW = tl.constexpr(RECORD_WORDS)
-# Words of a record. The first 16 are the sums of the tokens in any part of the interval, in part 1 or higher, ...
+# Words of a record. Word i of the first 16 is the sum of the tokens in part i of the interval or in a higher part.
 _START = tl.constexpr(16)  # first order of the interval
 _ABOVE = tl.constexpr(17)  # sum of the tokens above the interval
-_REMOVED = tl.constexpr(18)  # weights in the first sum of the first pass that top-k removes
+_REMOVED = tl.constexpr(18)  # weight that the first pass includes in word 0 although top-k removes it
 
 
 @triton.jit
@@ -64,7 +66,7 @@ def _has_top_p(row):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _limit(row, search, by_weight: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns the sum that the search looks for. Requires the sums of the first pass by weight."""
+    """Returns the sum that a search must reach. For top-p, requires the sums of the first pass by weight."""
     if by_weight:
         total = tl.load(search) - tl.load(search + _REMOVED)
         limit = number(row, TOP_P).to(tl.float64) * total.to(tl.float64)
@@ -75,10 +77,10 @@ def _limit(row, search, by_weight: tl.constexpr):  # type: ignore[no-untyped-def
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _narrowed(row, search, level, by_weight: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns where the search goes on after pass `level`.
+    """Returns the part in which the search continues after pass `level`.
 
-    The first order of the part, the sum of the tokens above the part, and the sum of the tokens in the part. If all
-    tokens together do not reach the limit, the part is the lowest, and in the end it has no tokens.
+    It is given by its first order, the sum of the tokens above it, and the sum of the tokens in it. If all tokens
+    together do not reach the limit, it is the lowest part, and after the last pass it has no tokens.
     """
     record = search + level * _RECORD
     parts = tl.arange(0, _PARTS)
@@ -107,7 +109,7 @@ def _weight_of(order, best):  # type: ignore[no-untyped-def]
 def best_kernel(  # type: ignore[no-untyped-def]
     records, shaped, logits, table, logit_stride, vocab_size, chunk: tl.constexpr
 ):
-    """Program (row, chunk): records the row's best order."""
+    """Program (row, chunk): updates the row's best order with that of the chunk."""
     row = table + tl.program_id(0) * WIDTH
     if tl.load(row + HAS_FILTER) == 0:
         return
@@ -124,7 +126,7 @@ def narrow_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Program (row, chunk): adds the chunk's tokens to the sums of pass `level` of a search.
 
-    Sums weights for top-p, or else numbers of tokens for top-k.
+    Sums weights if `by_weight` (top-p), otherwise counts tokens (top-k).
     """
     row = table + tl.program_id(0) * WIDTH
     is_on = _has_top_p(row) if by_weight else _has_top_k(row, vocab_size)
@@ -137,7 +139,7 @@ def narrow_kernel(  # type: ignore[no-untyped-def]
     lowest = tl.zeros([], tl.int64)  # lowest order that counts
     if level > 0:
         start, above, _ = _narrowed(row, search, level - 1, by_weight)
-    elif by_weight:  # noqa: SIM102  (Triton decides it when it compiles)
+    elif by_weight:  # noqa: SIM102  (Triton evaluates `by_weight` when it compiles)
         if _has_top_k(row, vocab_size):
             lowest, num_above, num_equal = _narrowed(row, records, _LAST, False)
             num_removed = num_above + num_equal - tl.load(row + TOP_K)
@@ -156,7 +158,7 @@ def narrow_kernel(  # type: ignore[no-untyped-def]
     for first in range(first_token, tl.minimum(first_token + chunk, vocab_size), step):
         scores = scores_of(row, shaped, logits, logit_stride, vocab_size, first + tl.arange(0, step))
         order = order_of(scores)
-        part = (order - start.to(tl.uint32)) >> shift  # 16 or more outside the interval, as the difference wraps
+        part = (order - start.to(tl.uint32)) >> shift  # at least 16 outside the interval, because the difference wraps
         counts = (scores > NO_SCORE) & (part < _PARTS) & (order >= lowest.to(tl.uint32))
         if by_weight:
             weights = weights_of(scores, best)
@@ -175,10 +177,10 @@ def narrow_kernel(  # type: ignore[no-untyped-def]
 def ties_kernel(  # type: ignore[no-untyped-def]
     cuts, chunk_equals, records, shaped, logits, table, logit_stride, vocab_size, num_chunks, chunk: tl.constexpr
 ):
-    """Program (row, chunk): counts the chunk's tokens at the cut; the first chunk writes the cut. int32 [num_rows, 3].
+    """Program (row, chunk): counts the chunk's tokens at the cut; the first chunk writes the cut, int32 [num_rows, 3].
 
-    A cut is the bits of the best score, an order, and the number of tokens with this order that stay. Tokens with a
-    lower order are removed. Tokens are not counted if all with this order stay (`ALL_EQUAL`).
+    A cut has the bits of the best score, an order, and the number of tokens with this order that stay. Tokens with a
+    lower order are removed. If all tokens with this order stay, that number is `ALL_EQUAL` and they are not counted.
     """
     index = tl.program_id(0)
     row = table + index * WIDTH
@@ -199,7 +201,7 @@ def ties_kernel(  # type: ignore[no-untyped-def]
         if equal > 0:
             weight = _weight_of(order, best)
             limit = _limit(row, search, True)
-            # Count the tokens of that order before which the sum is below the limit. The first one always stays.
+            # Count the tokens of that order whose preceding sum is below the limit. The first one always stays.
             first_out, last_out = tl.zeros([], tl.int64) + 1, tl.zeros([], tl.int64) + vocab_size
             if equal == weight:
                 last_out = first_out

@@ -38,7 +38,7 @@ Words = npt.NDArray[np.int64]
 _WARM_UP_SIZE, _WARM_UP_WIDTHS = 64, (1, 2, 4, 8)
 POSITION, LOGIT_ROW = COLUMNS.index("position"), COLUMNS.index("logit_row")
 _LEAST_ENTRIES = 512  # minimum entries of a row's chunks: usual vocabularies and widths share one compiled kernel
-_LEAST_CHUNKS = 128  # minimum bound of a row's chunks: vocabularies of up to 524,288 tokens share one compiled kernel
+_LEAST_CHUNKS = 128  # minimum of `max_chunks`: vocabularies of up to 524,288 tokens share one compiled kernel
 
 _COLUMN = {name: index for index, name in enumerate(COLUMNS)}
 
@@ -184,10 +184,10 @@ def draw(logits: torch.Tensor, table: RowTable, width: int) -> tuple[torch.Tenso
 
 
 def _cut(logits: torch.Tensor, table: RowTable, shaped: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the rows' cuts and the chunks' numbers of tokens at the cuts, as `ties_kernel` writes them.
+    """Returns each row's cut, and the number of each chunk's tokens at the cut, as `ties_kernel` writes them.
 
-    The number of launches depends on which filters the table has, not on the logits. The sums are zeroed in every call:
-    in a recorded graph they belong to the graph.
+    The number of launches depends on which filters the table has, not on the logits. Every call allocates and zeroes
+    the sums, so a recorded graph has its own.
     """
     num_rows, vocab_size, device = len(table.rows), logits.shape[-1], logits.device
     num_chunks = triton.cdiv(vocab_size, CHUNK)

@@ -1,7 +1,7 @@
 """Samples on a GPU in Triton: the kernels shape and filter logits, make the noise and draw.
 
     shape    applies bias, penalties and masks to the rows that have any of these
-    (the kernels of `triton_cut.py` find the border of each row's filters)
+    (the kernels of `triton_cut.py` find the cut of each row's filters)
     draw     finds the best of `score + noise` in each chunk of a row's vocabulary
     merge    finds the best of a row's chunks
 
@@ -88,7 +88,7 @@ _SHIFT = tl.constexpr(filters.WEIGHT_BITS - filters.MANTISSA_BITS)
 
 NO_SCORE = tl.constexpr(float("-inf"))
 _NO_ID = tl.constexpr(2**30)
-ALL_EQUAL = tl.constexpr(2**30)  # more tokens than a vocabulary has: a cut with it keeps all tokens of its order
+ALL_EQUAL = tl.constexpr(2**30)  # larger than any vocabulary: a cut with this number keeps all tokens of its order
 
 
 @triton.jit
@@ -188,14 +188,14 @@ def weights_of(scores, best):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def order_of(scores):  # type: ignore[no-untyped-def]
-    """Returns uint32 with the order of `scores`; equal scores give equal numbers. No score has the number 0."""
+    """Returns uint32 numbers that compare like `scores`, equal for equal scores. No score has the number 0."""
     bits = tl.where(scores == 0.0, 0.0, scores).to(tl.uint32, bitcast=True)
     return bits ^ tl.where(scores < 0.0, 0xFFFFFFFF, 0x80000000).to(tl.uint32)
 
 
 @triton.jit
 def score_of(order):  # type: ignore[no-untyped-def]
-    """Returns the score with that order, a scalar."""
+    """Returns the score, a scalar, that has this order."""
     bits = order ^ tl.where(order >= 0x80000000, 0x80000000, 0xFFFFFFFF).to(tl.uint32)
     return bits.to(tl.float32, bitcast=True)
 

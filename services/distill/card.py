@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 _KINDS = {
-    "model": "A draft for TARGET, whose tokenizer it has",
-    "parallel": "A draft for TARGET, whose tokenizer it has. It makes all tokens of a proposal in one step, from mask "
+    "model": "A draft for TARGET, with the same tokenizer",
+    "parallel": "A draft for TARGET, with the same tokenizer. It makes all tokens of a proposal in one step, from mask "
     "tokens (PARD, arXiv 2504.18583; `pard_token` in config.json)",
     "eagle": "An EAGLE-3 head (arXiv 2503.01840) for TARGET, whose hidden states it reads",
     "medusa": "Medusa heads (arXiv 2401.10774) for TARGET, whose hidden states they read",
@@ -37,13 +37,13 @@ class Distilled:
     drafter: str = "model"  # as in `draft.drafter`
 
 
-def model_card(name: str, told: Distilled) -> str:
+def model_card(name: str, result: Distilled) -> str:
     """Returns the README.md of the draft called `name`."""
-    recipe = told.recipe
+    recipe = result.recipe
     facts = {
-        "parameters": f"{told.num_parameters:,}",
-        "begun with": told.draft or "a new model",
-        "answers": f"{told.num_taught:,}, of {told.num_taught_tokens:,} tokens, at temperatures 0, 0.7 and 1 in turn",
+        "parameters": f"{result.num_parameters:,}",
+        "begun with": result.draft or "a new model",
+        "answers": f"{result.num_taught:,} ({result.num_taught_tokens:,} tokens), at temperatures 0, 0.7 and 1 in turn",
         "steps": f"{recipe.steps:,} of {recipe.batch_size} answers",
         "learning rate": f"{recipe.learning_rate:g}",
         "seed": f"{recipe.seed}",
@@ -51,25 +51,25 @@ def model_card(name: str, told: Distilled) -> str:
     }
     rows = [
         f"| {new.temperature:g} | {old.rate:.3f} | {new.rate:.3f} | {new.length:.2f} |"
-        for old, new in zip(told.before, told.after, strict=True)
+        for old, new in zip(result.before, result.after, strict=True)
     ]
     return "\n".join(
         [
             f"# {name}\n",
-            f"{_KINDS[told.drafter].replace('TARGET', told.target)}: `outrider distill` taught it what that model says "
-            f"at every place of its own answers to logged prompts. Use it with `draft.drafter: {told.drafter}`.\n",
+            f"{_KINDS[result.drafter].replace('TARGET', result.target)}. Trained by `outrider distill` on that model's "
+            f"answers to logged prompts. Use with `draft.drafter: {result.drafter}`.\n",
             "|  |  |\n| --- | --- |",
             *(f"| {key} | {value} |" for key, value in facts.items()),
-            f"\nAcceptance on the target's answers to {told.num_held_out:,} prompts that were held out, given all that "
-            "is before each token and with the noise that drew it; the length is tokens a round of 4 drafts, the bonus "
-            "token included.\n",
+            f"\nAcceptance on the target's answers to {result.num_held_out:,} held-out prompts, given all tokens "
+            "before each token and with the noise that drew it. The length is the mean number of tokens per round of 4 "
+            "drafts, including the bonus token.\n",
             "| temperature | acceptance before | after | acceptance length |\n| --- | --- | --- | --- |",
             *rows,
             "\nBy position in a proposal, of the drafts whose predecessors are accepted, before and after:\n",
             "| temperature | acceptance before | after |\n| --- | --- | --- |",
             *(
                 f"| {new.temperature:g} | {by_position(old)} | {by_position(new)} |"
-                for old, new in zip(told.before, told.after, strict=True)
+                for old, new in zip(result.before, result.after, strict=True)
             ),
             "",
         ]

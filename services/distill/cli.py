@@ -32,9 +32,9 @@ _HELD_OUT_ONE_IN = 10
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Trains a draft or a head on its target's answers to your prompts: the target answers them, on this machine; "
-        "the draft learns its distributions; one prompt in ten is held out, and acceptance on these is reported "
-        "before and after. Needs the extra `train`."
+        "Trains a draft or a head on its target's answers to your prompts. The target answers the prompts on this "
+        "machine, and the draft or head learns to choose the same tokens. One prompt in ten is held out; acceptance on "
+        "these is reported before and after the training. Needs the extra `train`."
     )
     parser.epilog = (
         "example: outrider distill --traffic traffic.jsonl --target outrider-target-12m --draft outrider-draft-2m "
@@ -54,15 +54,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--drafter",
         choices=("model", "parallel", "eagle", "medusa"),
         default="model",
-        help="what to train, as in `draft.drafter`: model: a draft; parallel: one that drafts all tokens of a proposal "
+        help="what to train, as in `draft.drafter`; model: a draft; parallel: one that drafts all tokens of a proposal "
         "in one step (PARD); eagle: an EAGLE-3 head; medusa: Medusa heads; default model",
     )
     parser.add_argument(
         "--draft",
         metavar="MODEL",
-        help="the draft or head to begin with: Hugging Face folder, hub name or bundled model (default: a new one)",
+        help="draft or head to start from: Hugging Face folder, hub name or bundled model (default: a new one)",
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="folder for the draft and a report")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="folder for the result and a report")
     parser.add_argument(
         "--set",
         dest="overrides",
@@ -94,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--intermediate-size",
         type=above_zero(int),
         metavar="N",
-        help="default 512, or the target's for an EAGLE head, whose other sizes are the target's too",
+        help="default 512, or the target's for an EAGLE head, which always has the target's other sizes",
     )
 
 
@@ -155,7 +155,7 @@ def _run(arguments: argparse.Namespace) -> int:
     student.save(arguments.out)
     with _progress("acceptance after", len(held_out)) as progress:
         after = student.measure(progress.update)
-    told = Distilled(
+    result = Distilled(
         arguments.target,
         arguments.draft,
         student.num_parameters(),
@@ -167,7 +167,7 @@ def _run(arguments: argparse.Namespace) -> int:
         after,
         arguments.drafter,
     )
-    _tell(arguments.out, told)
+    _report(arguments.out, result)
     return 0
 
 
@@ -223,18 +223,18 @@ def _renderer(folder: Path) -> Callable[[Any], Sequence[int]]:
     return lambda messages: prompts.encode(Conversation(messages))
 
 
-def _tell(out: Path, told: Distilled) -> None:
-    """Prints the report, and writes it next to the draft, as JSON and as text."""
-    print(f"{out}: taught on {told.num_taught} answers; acceptance on {told.num_held_out} that it has not seen:")
-    for old, new in zip(told.before, told.after, strict=True):
+def _report(out: Path, result: Distilled) -> None:
+    """Prints the result, and writes it to the output folder as report.json and README.md."""
+    print(f"{out}: trained on {result.num_taught} answers; acceptance on {result.num_held_out} held-out answers:")
+    for old, new in zip(result.before, result.after, strict=True):
         print(
             f"  T = {old.temperature:g}: {old.rate:.3f} -> {new.rate:.3f} ({100 * (new.rate - old.rate):+.1f} points), "
             f"{old.length:.2f} -> {new.length:.2f} tokens a round of 4"
         )
-        if told.drafter != "model":
+        if result.drafter != "model":
             print(f"    by position in a proposal: {by_position(old)} -> {by_position(new)}")
-    (out / "report.json").write_text(json.dumps(asdict(told), indent=2) + "\n", encoding="utf-8")
-    (out / "README.md").write_text(model_card(out.resolve().name, told), encoding="utf-8")
+    (out / "report.json").write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
+    (out / "README.md").write_text(model_card(out.resolve().name, result), encoding="utf-8")
 
 
 def _progress(what: str, total: int) -> tqdm[Any]:

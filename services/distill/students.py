@@ -1,4 +1,4 @@
-"""The kinds of drafters that `outrider distill` trains."""
+"""The kinds of drafts and heads that `outrider distill` trains."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ DidOne = Callable[[], object]
 
 @dataclass(frozen=True)
 class Course:
-    """The target, the answers, and the options of a training."""
+    """The target, the answers, and the options of one training run."""
 
     arguments: argparse.Namespace
     target: TargetConfig
     target_folder: Path
-    draft_folder: Path | None  # what the student begins with; None: a new one
+    draft_folder: Path | None  # draft or head that the training starts from; None: a new one
     taught: Sequence[RecordedAnswer]
     held_out: Sequence[RecordedAnswer]
 
@@ -64,18 +64,18 @@ class Student(ABC):
 
     @abstractmethod
     def train(self, recipe: Recipe, did_step: Callable[[float], object]) -> None:
-        """Trains on the other answers."""
+        """Trains on the answers that are not held out. Calls `did_step` with the loss of each step."""
 
     @abstractmethod
     def save(self, folder: Path) -> None:
-        """Writes the folder for `draft.model`, and goes on with what was saved, in bfloat16."""
+        """Writes the folder for `draft.model` in bfloat16, and loads it, so that `measure` uses the saved weights."""
 
 
 class DraftStudent(Student):
     """A draft model. If `is_parallel`, it learns to draft all tokens of a proposal in one step."""
 
     def __init__(self, course: Course, did_one: DidOne, *, is_parallel: bool) -> None:
-        """Has the target read all answers; calls `did_one` after each of them."""
+        """Runs the target on all answers, and calls `did_one` after each of them."""
         self._target_folder, self._is_parallel = course.target_folder, is_parallel
         num_taught, seed = len(course.taught), course.arguments.seed
         lessons = teach(course.target, [*course.taught, *course.held_out], seed, did_one)
@@ -127,12 +127,14 @@ class HeadStudent(Student):
         loaded = load_weights(course.target, dtype_on_cpu=torch.bfloat16)
         self._config, self._ends = loaded.config, TargetEnds.of_engine(loaded)
         self._head = self._new(course) if course.draft_folder is None else self._load(course.draft_folder)
-        # A head drafts at no place of an answer whose text has less than 3 tokens.
+        # If prompt and answer together have fewer than 3 tokens, the answer has no place at which a head drafts.
         answers = [
             [answer for answer in some if len(answer.all_token_ids) > 2] for some in (course.taught, course.held_out)
         ]
         if not all(answers):
-            raise ConfigurationError("a head needs longer answers: those to train on, or to hold out, have one token")
+            raise ConfigurationError(
+                "a head needs answers of at least 3 tokens, prompt included, both to train on and to hold out"
+            )
         longest = max(len(answer.all_token_ids) for some in answers for answer in some)
         reader = AnswerReader(loaded, course.target.block_size, longest, self._head.captured_layers)
         self._taught, self._held_out = (HeadLessons(some, reader, self._ends.embedding) for some in answers)
@@ -191,9 +193,10 @@ class MedusaStudent(HeadStudent):
 
 
 def make_student(course: Course, did_one: DidOne) -> Student:
-    """Returns the student of `--drafter`. Calls `did_one` for each answer that the target reads now.
+    """Returns the student for `--drafter`.
 
-    Raises ConfigurationError if the model or head to begin with cannot be loaded.
+    For a draft, the target reads all answers now, and `did_one` is called after each. Raises ConfigurationError if the
+    draft or head to start from cannot be loaded, or if a head has no answers that are long enough.
     """
     drafter = course.arguments.drafter
     if drafter == "eagle":

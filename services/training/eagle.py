@@ -78,7 +78,7 @@ class TrainableEagle(TrainableHead):
             yield self.logits(step[:, positions])
 
     def logits(self, states: Tensor) -> Tensor:
-        """Return the logits of the head's tokens, [..., draft_vocab_size]. `states`: output of a step."""
+        """Returns the logits of the head's tokens, [..., draft_vocab_size]. `states`: output of a step."""
         logits: Tensor = self.lm_head(self.norm(states))
         return logits
 
@@ -88,7 +88,7 @@ class TrainableEagle(TrainableHead):
         states: Tensor,  # [rows, positions, hidden_size]: from `fc`, later the output of the step before
         earlier: Sequence[KeysValues] = (),
     ) -> tuple[Tensor, KeysValues]:
-        """Return the states of the next tokens, and keys and values for later steps.
+        """Returns the states of the next tokens, and keys and values for later steps.
 
         In the first step a position attends to itself and those before it. In later steps it also attends to its own
         steps after the first. `earlier`: keys and values of all previous steps, including the first.
@@ -155,7 +155,7 @@ class _Attention(nn.Module):
 
 
 def captured_layers(num_layers: int) -> tuple[int, ...]:
-    """Return how many of the target's layers precede each state that a head reads.
+    """Returns how many of the target's layers precede each state that a head reads.
 
     The numbers are those of EAGLE-3 if the target has enough layers for three different states.
     """
@@ -165,11 +165,11 @@ def captured_layers(num_layers: int) -> tuple[int, ...]:
 
 @torch.no_grad()
 def build_head(target: TargetEnds, intermediate_size: int, target_ids: Tensor, seed: int) -> TrainableEagle:
-    """Return an untrained float32 head for `target`.
+    """Returns an untrained float32 head for `target`.
 
-    Its layer is random and has the sizes of the target's layers, except for the MLP's `intermediate_size`. The head
-    begins with the target's last norm and output layer, and with the last of the states that it reads. `target_ids`:
-    IDs of the tokens that it can draft, in ascending order.
+    Its layer is random and has the sizes of the target's layers, except for the MLP's `intermediate_size`. Its norm and
+    output layer start as copies of the target's, and `fc` as random weights plus the identity for the last captured
+    state. `target_ids`: IDs of the tokens that it can draft, in ascending order.
     """
     torch.manual_seed(seed)
     config = target.config
@@ -193,11 +193,11 @@ def build_head(target: TargetEnds, intermediate_size: int, target_ids: Tensor, s
 
 @torch.no_grad()
 def load_head(folder: Path, target: ModelConfig) -> TrainableEagle:
-    """Load a head of `target` in float32. Raises ConfigurationError if it is not EAGLE-3 in its authors' form."""
+    """Loads a head of `target` in float32. Raises ConfigurationError if it is not EAGLE-3 in SafeAILab's form."""
     shape = read_eagle_config(folder, target)
     is_plain = not (shape.norm_before_residual or shape.norm_before_fc or shape.has_fc_norm)
     if not shape.is_third or not is_plain or shape.decoder.num_layers != 1 or min(shape.captured_layers) < 0:
-        raise ConfigurationError(f"{folder}: only EAGLE-3 heads of the authors' form can be trained")
+        raise ConfigurationError(f"{folder}: only EAGLE-3 heads in SafeAILab's form can be trained")
     own: dict[str, Any] = {
         "vocab_size": target.vocab_size,
         "draft_vocab_size": shape.decoder.vocab_size,
@@ -216,9 +216,9 @@ def load_head(folder: Path, target: ModelConfig) -> TrainableEagle:
 
 
 def draft_steps(head: TrainableEagle, embeddings: Tensor, states: Tensor, num_steps: int) -> list[Tensor]:
-    """Draft from every position of a text, for `num_steps` steps (see `TrainableHead.step_logits`).
+    """Drafts from every position of a text, for `num_steps` steps (see `TrainableHead.step_logits`).
 
-    Return the states [rows, length - num_steps, hidden_size] of each step, so that every position has all steps.
+    Returns the states of each step, [rows, length - num_steps, hidden_size]: only positions that have all steps.
     """
     num_positions = embeddings.shape[1] - num_steps
     states = head.fc(states[:, :num_positions])
@@ -231,7 +231,7 @@ def draft_steps(head: TrainableEagle, embeddings: Tensor, states: Tensor, num_st
 
 
 def captured_states(head: TrainableHead, hidden_states: Sequence[Tensor]) -> Tensor:
-    """Return the states that `head` reads, [rows, positions, captured layers * hidden_size].
+    """Returns the states that `head` reads, [rows, positions, captured layers * hidden_size].
 
     `hidden_states`: the target's hidden states, as transformers returns them; index i is before layer i.
     """
@@ -239,7 +239,7 @@ def captured_states(head: TrainableHead, hidden_states: Sequence[Tensor]) -> Ten
 
 
 def eagle_loss(target: LlamaForCausalLM, num_steps: int) -> LossFunction[TrainableEagle]:
-    """Return the loss: the mean `coupled_loss` over `num_steps` draft steps.
+    """Returns the loss: the mean `coupled_loss` over `num_steps` draft steps.
 
     The later steps train the head on its own output, as in drafting. `target` is not changed.
     """
@@ -262,7 +262,7 @@ def eagle_loss(target: LlamaForCausalLM, num_steps: int) -> LossFunction[Trainab
 
 
 def save_head(head: TrainableEagle, directory: Path) -> None:
-    """Write the folder that `draft.drafter: eagle` and vLLM's method `eagle3` load, in bfloat16.
+    """Writes the folder that `draft.drafter: eagle` and vLLM's method `eagle3` load, in bfloat16.
 
     The head itself is converted, too.
     """

@@ -26,7 +26,7 @@ _MAX_VOCABULARY = 2**16  # token streams are uint16
 
 
 def adopt_target(context: Context) -> None:
-    """Copy a trained target and its tokenizer into the workspace, and encode the corpus.
+    """Copies a trained target and its tokenizer into the workspace, and encodes the corpus.
 
     Raises ValueError if there is no such target, or its vocabulary is too large.
     """
@@ -64,7 +64,7 @@ def train_head(context: Context) -> None:
 
 
 def _frequent_tokens(context: Context, vocab_size: int) -> torch.Tensor:
-    """Return the IDs, ascending, of the most frequent tokens of the training text, at most half of the vocabulary."""
+    """Returns the IDs, ascending, of the most frequent tokens of the training text, at most half of the vocabulary."""
     number = min(context.options.eagle_vocabulary, vocab_size // 2)
     counts = torch.bincount(context.stream("train").long().cpu(), minlength=vocab_size)
     return counts.argsort(descending=True, stable=True)[:number].sort().values
@@ -84,7 +84,7 @@ def evaluate_head(context: Context) -> None:
 
 
 def export_head(context: Context) -> None:
-    """Write the head's folder. It has no tokenizer: vLLM takes the target's."""
+    """Writes the head's folder. It has no tokenizer: vLLM takes the target's."""
     workspace = context.workspace
     directory = workspace.export("eagle")
     directory.mkdir(parents=True, exist_ok=True)

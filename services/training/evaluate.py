@@ -49,7 +49,7 @@ class Acceptance:
 
 @torch.inference_mode()
 def held_out_loss(model: LlamaForCausalLM, batches: Iterable[Tensor], tokens_per_byte: float) -> HeldOutLoss:
-    """Return the cross entropy over windows of held-out text."""
+    """Returns the cross entropy over windows of held-out text."""
     losses = torch.stack([next_token_loss(model, windows) for windows in batches])
     nats = losses.mean().item()
     return HeldOutLoss(nats, nats / math.log(2) * tokens_per_byte)
@@ -65,7 +65,7 @@ def measure_acceptance(
     prompt_lengths: tuple[int, ...] = PROMPT_LENGTHS,
     num_new_tokens: int = NEW_TOKENS,
 ) -> Acceptance:
-    """Compare draft and target at every position of the target's continuations of held-out prompts."""
+    """Compares draft and target at every position of the target's continuations of held-out prompts."""
     matches = torch.cat(
         [
             _matches(target, draft, prompts, num_new_tokens, temperature, (seed, prompts.shape[1]))
@@ -83,7 +83,7 @@ def measure_acceptance(
 
 
 def acceptance_length(matches: list[list[bool]], num_speculative_tokens: int) -> float:
-    """Return the mean number of tokens committed per round, over complete rounds along each row."""
+    """Returns the mean number of tokens committed per round, over complete rounds along each row."""
     drafts = [
         [row[start : start + num_speculative_tokens] for start in range(len(row) - num_speculative_tokens)]
         for row in matches
@@ -101,9 +101,9 @@ def measure_head_acceptance(
     prompt_lengths: tuple[int, ...] = PROMPT_LENGTHS,
     num_new_tokens: int = NEW_TOKENS,
 ) -> Acceptance:
-    """Measure the acceptance of a head, like `measure_acceptance` at temperature 0.
+    """Measures the acceptance of a head, like `measure_acceptance` at temperature 0.
 
-    After its first draft an EAGLE head has its own output as input.
+    The later steps of an EAGLE head read its own output.
     """
     num_drafts = HEAD_SPECULATIVE_TOKENS
     num_matches: list[Tensor] = []
@@ -131,7 +131,7 @@ def measure_head_acceptance(
 
 
 def mean_committed(num_accepted: list[list[int]]) -> float:
-    """Return the mean number of tokens committed per round, over the rounds along each row.
+    """Returns the mean number of tokens committed per round, over the rounds along each row.
 
     ``num_accepted``: for each position of a row, the number of accepted drafts of a round that begins there.
     """
@@ -146,7 +146,7 @@ def mean_committed(num_accepted: list[list[int]]) -> float:
 
 
 def _prompts(stream: Tensor, num_prompts: int, prompt_lengths: tuple[int, ...], seed: int) -> list[Tensor]:
-    """Draw prompts from the stream, evenly over the lengths: a list of [rows, prompt_length]."""
+    """Draws prompts from the stream, evenly over the lengths: a list of [rows, prompt_length]."""
     if len(stream) <= max(prompt_lengths):
         raise ValueError(f"{len(stream)} held-out tokens are too few for the prompts")
     num_rows = math.ceil(num_prompts / len(prompt_lengths))
@@ -167,7 +167,7 @@ def _matches(
     temperature: float,
     key: tuple[int, ...],
 ) -> Tensor:
-    """Return where the draft's proposal equals the target's choice, bool [rows, num_new_tokens]."""
+    """Returns where the draft's proposal equals the target's choice, bool [rows, num_new_tokens]."""
     num_rows, prompt_length = prompts.shape
     shape = (num_rows, target.config.vocab_size)
     temperatures = torch.full((num_rows,), temperature, device=prompts.device)

@@ -1,4 +1,4 @@
-"""The shared parts of trained heads on hidden states: the parts of the target that they start from, and the loss."""
+"""Shared by the trainable heads on hidden states: the parts of the target that they start from, and the loss."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from cluster.engine.loader import LoadedModel
 from services.training.models import llama_config
 
-_NUM_COMPARED = 512  # tokens of a position whose acceptance is in the loss
+_NUM_COMPARED = 512  # tokens per position that the loss compares
 _LEAST_PROBABILITY = 1e-9  # lower bound of probabilities in the loss, because its gradient divides by them
 
 
@@ -37,14 +37,14 @@ class TargetEnds:
         weights, size = loaded.weights, loaded.config.hidden_size
         assert weights.norm is not None
         identity = torch.eye(size, dtype=loaded.form.activations or weights.dtype, device=weights.device)
-        # The output layer may be reordered for its kernel or quantized. Its columns are its products with unit vectors.
+        # The stored output layer may be reordered or quantized. Products with unit vectors give its columns.
         output = weights.head(identity).T
         parts = (part.detach().float().cpu().contiguous() for part in (weights.embedding, weights.norm, output))
         return cls(llama_config(loaded.config), *parts)
 
 
 class TrainableHead(nn.Module, ABC):
-    """Heads that draft at every position of a text at once.
+    """A head, or a group of Medusa heads, that drafts at every position of a text at once.
 
     Each position t is treated as the last one that the target has computed. Step d, from 0, predicts the token at
     t + 2 + d. The tokens of the text serve as the drafts of earlier steps.
@@ -69,7 +69,7 @@ class TrainableHead(nn.Module, ABC):
 
 
 def coupled_acceptance(of_target: Tensor, of_head: Tensor, outside: Tensor) -> Tensor:
-    """Return the probability that target and head choose the same token under the same Gumbel noise, [rows].
+    """Returns the probability that target and head choose the same token under the same Gumbel noise, [rows].
 
     `of_target` and `of_head` [rows, draft_vocab_size]: probabilities of the tokens that the head has. `outside` [rows]:
     the target's probability of all other tokens. With p for the target and q for the head, the result is the sum over
@@ -85,11 +85,11 @@ def coupled_acceptance(of_target: Tensor, of_head: Tensor, outside: Tensor) -> T
 
 
 def coupled_loss(logits: Tensor, of_target: Tensor) -> Tensor:
-    """Return the mean of -log(coupled acceptance) over the likeliest tokens, so that no large vocabulary is sorted.
+    """Returns the mean of -log(coupled acceptance) over all positions.
 
     `logits` and `of_target` [..., draft_vocab_size]: the head's logits and the target's probabilities of the tokens
-    that the head has. If these are more than `_NUM_COMPARED`, the tokens that target and head both find less likely
-    count as never accepted, which makes the acceptance a lower bound.
+    that the head has. To avoid sorting a large vocabulary, only the `_NUM_COMPARED` tokens that target or head find
+    likeliest are compared. Any other tokens count as never accepted, so the acceptance is a lower bound.
     """
     of_target, of_head = of_target.flatten(0, -2), logits.float().softmax(dim=-1).flatten(0, -2)
     if of_head.shape[-1] > _NUM_COMPARED:

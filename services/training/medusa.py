@@ -63,9 +63,9 @@ class _Residual(nn.Module):
 
 @torch.no_grad()
 def build_medusa(target: TargetEnds, num_heads: int) -> TrainableMedusa:
-    """Returns untrained float32 heads, which predict the token that the target's output layer does.
+    """Returns untrained float32 heads that predict the same token as the target's output layer.
 
-    Each has one residual layer and an output layer of its own, which begins as the target's.
+    Each has one residual layer, and an output layer that starts as a copy of the target's.
     """
     heads = TrainableMedusa(target.output, [(1, True)] * num_heads)
     for name, parameter in heads.named_parameters():
@@ -78,7 +78,10 @@ def build_medusa(target: TargetEnds, num_heads: int) -> TrainableMedusa:
 
 @torch.no_grad()
 def load_medusa(folder: Path, target: TargetEnds) -> TrainableMedusa:
-    """Loads heads of `target` in float32, in each format that the engine loads. Raises ConfigurationError."""
+    """Loads heads of `target` in float32.
+
+    The folder may have any format that the engine loads. Raises ConfigurationError if it has no supported heads.
+    """
     names = read_medusa_names(folder)
     heads = TrainableMedusa(target.output, [(len(one.residuals), one.output is not None) for one in names])
     tensors = TensorReader(folder, torch.float32, torch.device("cpu"), takes_pickle=True)

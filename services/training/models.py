@@ -45,7 +45,7 @@ DRAFT_SHAPE = ModelShape(
 
 
 def build_model(shape: ModelShape, seed: int) -> LlamaForCausalLM:
-    """Return a float32 model with random weights that depend on ``shape`` and ``seed`` only."""
+    """Returns a float32 model with random weights that depend on ``shape`` and ``seed`` only."""
     torch.manual_seed(seed)
     config = LlamaConfig(  # type: ignore[call-arg]
         **asdict(shape),
@@ -63,7 +63,7 @@ def build_model(shape: ModelShape, seed: int) -> LlamaForCausalLM:
 
 
 def llama_config(model: ModelConfig, **changes: Any) -> LlamaConfig:
-    """Return the configuration of a Llama model with the sizes of `model`, except for `changes`."""
+    """Returns the configuration of a Llama model with the sizes of `model`, except for `changes`."""
     values: dict[str, Any] = {
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size,
@@ -87,7 +87,7 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def save_model(model: LlamaForCausalLM, directory: Path) -> None:
-    """Write a Hugging Face model folder in bfloat16. The model itself is converted, too."""
+    """Writes a Hugging Face model folder in bfloat16. The model itself is converted, too."""
     model.to(torch.bfloat16)  # type: ignore[arg-type]
     model.config.pad_token_id = END_OF_TEXT_ID
     model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
@@ -100,7 +100,7 @@ def save_model(model: LlamaForCausalLM, directory: Path) -> None:
 
 
 def load_model(directory: Path, device: torch.device, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
-    """Load a saved model for inference. Its weights have the precision of the file, bfloat16."""
+    """Loads a saved model for inference. Its weights have the precision of the file, bfloat16."""
     model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(
         directory, dtype=dtype, attn_implementation=MASKLESS_ATTENTION
     )

@@ -36,10 +36,10 @@ class Lesson:
 
 
 class AnswerReader:
-    """Runs a target over answers, one after the other, in the engine that serves it."""
+    """Runs a target on answers, one at a time, in the engine that serves it."""
 
     def __init__(self, loaded: LoadedModel, block_size: int, longest: int, captured_layers: tuple[int, ...]) -> None:
-        """`longest`: tokens of the longest answer, with its prompt. `captured_layers`: as in `ModelConfig`."""
+        """`longest`: number of tokens of the longest answer and its prompt. `captured_layers`: as in `ModelConfig`."""
         loaded = replace(loaded, config=replace(loaded.config, captured_layers=captured_layers))
         self._runner = ModelRunner(loaded, block_size, -(-longest // block_size), enable_prefix_caching=False)
         self._runner.model.prepare(longest, longest)

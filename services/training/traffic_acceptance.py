@@ -59,8 +59,8 @@ def acceptance_by_temperature(
 ) -> list[TrafficAcceptance]:
     """Returns the acceptance at each temperature.
 
-    `answers`: temperature and matches of each answer. The matches are bool [places, NUM_POSITIONS]: which drafts of a
-    proposal at each place are the target's choices. Calls `did_one` after each answer.
+    `answers`: temperature and matches of each answer. The matches, bool [places, NUM_POSITIONS], are true for drafts of
+    the proposal at each place that equal the target's choices. Calls `did_one` after each answer.
     """
     matches: dict[float, list[Tensor]] = {}
     for temperature, own in answers:

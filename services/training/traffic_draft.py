@@ -88,8 +88,8 @@ def train_draft(
 ) -> None:
     """Trains `model` in place on the answers of `lessons`.
 
-    With `num_masks` the model also learns to draft from this number of mask tokens (`model.config.pard_token`).
-    `did_step` and errors as in `train_on_answers`.
+    If `num_masks` is not 0, the model also learns to draft from this number of mask tokens
+    (`model.config.pard_token`). `did_step` and errors: see `train_on_answers`.
     """
 
     def backward(chosen: Sequence[int], generator: np.random.Generator) -> float:

@@ -1,6 +1,6 @@
-"""Trains a head on the hidden states of its target, at the target's own answers, and measures its acceptance there.
+"""Trains a head on its target's hidden states in the target's own answers, and measures its acceptance.
 
-The target reads an answer each time the answer is needed. So only one answer's states are in memory.
+The target reads an answer each time its states are needed, so only one answer's states are in memory.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +29,10 @@ class HeadLessons:
 
 
 def train_head(head: TrainableHead, lessons: HeadLessons, recipe: Recipe, did_step: Callable[[float], object]) -> None:
-    """Trains `head` in place on the mean `coupled_loss` of its steps. `did_step` and errors: see `train_on_answers`."""
+    """Trains `head` in place. The loss is the mean `coupled_loss` of its steps.
+
+    `did_step` and errors: see `train_on_answers`.
+    """
     target_ids = head.target_ids
 
     def backward(chosen: Sequence[int], _: np.random.Generator) -> float:
@@ -76,15 +79,15 @@ def _steps(
 ) -> tuple[Tensor, Iterator[tuple[slice, Tensor]]]:
     """Returns the target's logits at each place of `answer`, and the head's steps.
 
-    A step has the places that it predicts, and its logits there. It predicts no place beyond the end of the answer. The
-    first place after a prompt of one token has no proposal, because the target has no state before it.
+    A step is a pair: the places that it predicts, and its logits there. No place is beyond the end of the answer. If
+    the prompt has one token, the first place has no proposal, because the target has no state before that token.
     """
     of_target, states = lessons.reader.read(answer)
     assert states is not None
     tokens = torch.tensor(answer.all_token_ids[:-1])
     embeddings = functional.pad(functional.embedding(tokens, lessons.embedding), (0, 0, 0, num_steps - 1))
     num_prompt, num_places = len(answer.prompt_token_ids), len(answer.token_ids)
-    position = max(0, num_prompt - 2)  # its first step predicts the token at `position` + 2
+    position = max(0, num_prompt - 2)  # the first step predicts the token at `position` + 2
     first_place = position + 2 - num_prompt
     steps = head.step_logits(embeddings[None], states[None], num_steps, slice(position, None))
 

@@ -12,7 +12,7 @@ from services.training.traffic import RecordedAnswer
 from services.training.trainer import Recipe, build_optimizer
 
 Backward = Callable[[Sequence[int], np.random.Generator], float]
-"""Computes the gradients of the answers with these indices. Returns their loss."""
+"""Computes the loss of the answers with these indices, and its gradients. Returns the loss."""
 
 
 def train_on_answers(

@@ -16,13 +16,14 @@ from tests.soak import length
 ROOT = Path(__file__).parents[2]
 SECONDS = 500
 NUM_STREAMS = length(4, 8)
-# Programs that start take a processor, what is lost for a while takes time: each group has a cluster, at the same time.
-# A program takes 2 CPU seconds to start: `make test` leaves out faults that tests/system has for targets and drafts.
+# Faults that restart programs take CPU time; faults that pause or disconnect programs take elapsed time. Each group of
+# faults has its own cluster, and the clusters run at the same time. A program takes 2 CPU seconds to start, so
+# `make test` leaves out faults that tests/system covers for targets and drafts.
 GROUPS = length((("kill", "cut off"),), (("kill", "drain", "rolling restart"), ("freeze", "cut off", "slow")))
 
 
 def test_no_request_fails_and_no_token_differs(tmp_path: Path) -> None:
-    """In processes of their own, as they may enter network namespaces."""
+    """Runs each group in its own process, because `bench.faults` may enter network namespaces."""
     folders = [tmp_path / group[0] for group in GROUPS]
     with contextlib.ExitStack() as running:
         started = [running.enter_context(_started(*one)) for one in zip(GROUPS, folders, strict=True)]
@@ -47,7 +48,7 @@ def _started(faults: Sequence[str], folder: Path) -> Iterator[subprocess.Popen[b
         process = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT)
     try:
         yield process
-    finally:  # where the other group failed, this one still runs
+    finally:  # the process still runs if another group failed
         if process.poll() is None:
             process.send_signal(signal.SIGINT)  # it ends its cluster and takes its namespaces away
             try:

@@ -28,7 +28,7 @@ def load(folder: Path) -> LlamaForCausalLM:
 
 @pytest.fixture(scope="module")
 def targets(tmp_path_factory: pytest.TempPathFactory) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
-    """The bundled target, and the same widened."""
+    """The bundled target and the widened target."""
     folder = tmp_path_factory.mktemp("target")
     assert 185e6 < widen_model(SOURCE, folder, WIDENING) < 195e6
     return load(SOURCE), load(folder)

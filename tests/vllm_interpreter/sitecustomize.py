@@ -59,10 +59,10 @@ def _spare_bookkeeping(_: ModuleType) -> None:
         setattr(owner, name, value)
 
 
-def _behave_as_on_a_gpu(cpu: ModuleType) -> None:
-    """Makes vLLM schedule asynchronously on a CPU if that is asked for, and fork its workers.
+def _schedule_and_fork_as_on_a_gpu(cpu: ModuleType) -> None:
+    """Makes vLLM on a CPU fork its workers, and schedule asynchronously if it is configured to.
 
-    A worker that is spawned imports vLLM again, which takes it 10 CPU seconds.
+    A spawned worker would import vLLM again, which takes 10 CPU seconds.
     """
     check = cpu.CpuPlatform.check_and_update_config.__func__
 
@@ -107,6 +107,6 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     sys.meta_path[:0] = [
         _After("triton.backends", _add_backend),
         _After("triton", _spare_bookkeeping),
-        _After("vllm.platforms.cpu", _behave_as_on_a_gpu),
+        _After("vllm.platforms.cpu", _schedule_and_fork_as_on_a_gpu),
         _After("vllm.distributed.device_communicators.shm_broadcast", _sleep_while_waiting),
     ]

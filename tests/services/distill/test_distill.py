@@ -208,7 +208,7 @@ def test_the_engine_drafts_from_masks_as_it_was_taught(parallel: Path, distilled
 
 @dataclass(frozen=True)
 class Heads:
-    """New heads that were taught for a few steps on answers, and their acceptance there."""
+    """New heads after a few training steps, and their acceptance on the training answers before and after."""
 
     drafter: str
     folder: Path
@@ -237,11 +237,11 @@ def test_heads_are_accepted_more_often_after_training(heads: Heads) -> None:
 
 
 @pytest.mark.skipif(not has_kernels(), reason="PyTorch's operators do not give the same bits at every k")
-def test_heads_serve_as_they_were_taught(heads: Heads) -> None:
-    """The tokens are those without drafts, and as many drafts are accepted as in the measurement."""
+def test_served_heads_have_the_measured_acceptance(heads: Heads) -> None:
+    """With one draft, the tokens equal those without drafts, and the acceptance rate equals the measured one."""
     target = new_target({"draft": {"drafter": heads.drafter, "model": str(heads.folder)}})
 
-    def asked(k: int) -> list[GenerationRequest]:
+    def requests(k: int) -> list[GenerationRequest]:
         return [
             GenerationRequest(
                 str(one.seed),
@@ -256,14 +256,16 @@ def test_heads_serve_as_they_were_taught(heads: Heads) -> None:
             for one in heads.answers
         ]
 
-    plain, drafted = Answers(target, asked(0)), Answers(target, asked(1))
+    plain, drafted = Answers(target, requests(0)), Answers(target, requests(1))
     assert plain.token_ids == drafted.token_ids
     num_matches = sum(one.rate * one.num_tokens for one in heads.after)
     num_places = sum(one.num_tokens for one in heads.after)
     assert drafted.num_accepted / drafted.num_drafts == pytest.approx(num_matches / num_places, abs=0.1)
 
 
-def test_the_command_goes_on_with_saved_heads(heads: Heads, traffic: Path, distilled: Path, tmp_path: Path) -> None:
+def test_the_command_continues_the_training_of_saved_heads(
+    heads: Heads, traffic: Path, distilled: Path, tmp_path: Path
+) -> None:
     shutil.copy(distilled / "answers.jsonl", tmp_path)
     arguments = ["--traffic", str(traffic), "--target", TARGET, "--drafter", heads.drafter, *SETTINGS]
     arguments += ["--draft", str(heads.folder), "--out", str(tmp_path), "--max-tokens", "32", "--epochs", "0.2"]
@@ -273,13 +275,13 @@ def test_the_command_goes_on_with_saved_heads(heads: Heads, traffic: Path, disti
     assert f"draft.drafter: {heads.drafter}" in (tmp_path / "README.md").read_text(encoding="utf-8")
 
 
-def test_an_eagle_head_that_cannot_be_trained_is_named(
+def test_an_eagle_head_in_another_form_is_refused(
     traffic: Path, distilled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copy(distilled / "answers.jsonl", tmp_path)
     arguments = ["--traffic", str(traffic), "--target", TARGET, "--drafter", "eagle", "--draft", "outrider-eagle-12m"]
     assert main(["distill", *arguments, *SETTINGS, "--out", str(tmp_path), "--max-tokens", "32"]) == 2
-    assert "only EAGLE-3 heads of the authors' form can be trained" in capsys.readouterr().err
+    assert "only EAGLE-3 heads in SafeAILab's form can be trained" in capsys.readouterr().err
 
 
 def test_prompts_are_read_from_tokens_texts_and_conversations(tmp_path: Path) -> None:

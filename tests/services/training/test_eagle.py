@@ -78,10 +78,10 @@ def test_training_brings_a_head_closer_to_its_target(
 
 
 @torch.no_grad()
-def test_a_later_step_sees_the_text_so_far_and_what_it_foretold_itself(
+def test_a_later_step_reads_the_text_and_the_output_of_earlier_steps(
     target: LlamaForCausalLM, head: TrainableEagle, stream: Tensor
 ) -> None:
-    """As a drafter does that runs one position at a time, with the text's tokens as the drafts."""
+    """Compares with a head that runs at one position at a time, with the text's tokens as the drafts."""
     tokens = stream[:40].long()[None]
     embeddings = target.model.embed_tokens(tokens)
     hidden_states = target.model(input_ids=tokens, use_cache=False, output_hidden_states=True).hidden_states
@@ -91,12 +91,12 @@ def test_a_later_step_sees_the_text_so_far_and_what_it_foretold_itself(
     for position in (0, 7, 36):
         known = begun[:, : position + 1]
         for depth, states in enumerate(steps):
-            foretold, _ = head(embeddings[:, 1 : position + depth + 2], known)
-            torch.testing.assert_close(states[:, position], foretold[:, -1])
-            known = torch.cat([known, foretold[:, -1:]], dim=1)
+            predicted, _ = head(embeddings[:, 1 : position + depth + 2], known)
+            torch.testing.assert_close(states[:, position], predicted[:, -1])
+            known = torch.cat([known, predicted[:, -1:]], dim=1)
 
 
-def test_the_coupled_acceptance_is_how_often_both_choose_the_same() -> None:
+def test_the_coupled_acceptance_is_the_probability_of_equal_choices() -> None:
     """Within 5 standard deviations of 40,000 draws: fails once in a million runs for each pair."""
     num_tokens, num_own, num_draws = 24, 18, 40_000
     torch.manual_seed(7)
@@ -112,7 +112,7 @@ def test_the_coupled_acceptance_is_how_often_both_choose_the_same() -> None:
         assert found.item() == pytest.approx(share, abs=5 * deviation)
 
 
-def test_a_saved_head_has_what_engines_load_and_nothing_that_they_take_from_the_target(
+def test_a_saved_head_has_the_tensors_that_engines_load_and_no_others(
     tmp_path: Path, target: LlamaForCausalLM, head: TrainableEagle, stream: Tensor
 ) -> None:
     inputs = torch.randn(1, 5, 32)
@@ -131,7 +131,7 @@ def test_a_saved_head_has_what_engines_load_and_nothing_that_they_take_from_the_
 
 
 @torch.no_grad()
-def test_the_engine_drafts_with_it_what_it_drafts_in_training(tmp_path: Path, stream: Tensor) -> None:
+def test_the_engine_drafts_the_tokens_that_the_head_drafts_in_training(tmp_path: Path, stream: Tensor) -> None:
     """A target of eight layers, so that three different states are read."""
     shape = ModelShape(64, 96, 8, 4, 2, 16, 512)
     target = build_model(shape, 0).train(False)

@@ -23,8 +23,8 @@ SHORT_OF_BLOCKS = {
     "target.max_model_len": 512,
     "simulation.round_trip_ms": 15,
 }
-# An engine takes 40 CPU seconds. `make test` leaves two ranks to `tests/system/ray/test_vllm.py`, and draft models to
-# `tests/cluster/vllm/v2/test_device_drafts.py`, which runs them with the V2 runner.
+# An engine takes 40 CPU seconds: `make test` runs four configurations. `tests/system/ray/test_vllm.py` has two ranks,
+# and `tests/cluster/vllm/v2/test_device_drafts.py` has draft models, with the V2 runner.
 CONFIGURATIONS: dict[str, Mapping[str, object]] = {
     "bfloat16": {"target.dtype": "bfloat16"},
     "few blocks and a draft pool far away": SHORT_OF_BLOCKS,

@@ -26,7 +26,7 @@ SAMPLER = Sampler(CPU)
 
 @pytest.fixture(autouse=True, params=[512])
 def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a vocabulary has several."""
+    """Sets the chunk size; by default so small that most vocabularies have several chunks."""
     spare_bookkeeping(monkeypatch)
     monkeypatch.setattr(triton_sampler, "CHUNK", request.param)
     monkeypatch.setattr(triton_sampler, "STEP", max(512, request.param // 2))
@@ -109,7 +109,7 @@ def test_vocabularies_of_any_size(vocab_size: int) -> None:
     ("chunk", "vocab_size", "num_requests"), [(4096, 4096, length(5, 20)), (32_768, 128_256, 3)], indirect=["chunk"]
 )
 def test_vocabularies_of_models(vocab_size: int, num_requests: int) -> None:
-    """Filters look through all chunks some 20 times: of the large vocabulary these are larger than a GPU's."""
+    """Filters read all chunks about 20 times, so the chunks of the large vocabulary are larger than on a GPU."""
     assert_same_for(vocab_size, vocab_size, num_requests)
 
 
@@ -138,7 +138,7 @@ def test_ties_go_to_the_lowest_id() -> None:
 @pytest.mark.parametrize("chunk", [1024], indirect=True)
 @pytest.mark.parametrize("seed", range(length(1, 10)))
 def test_cuts_keep_the_tokens_that_the_filters_keep(seed: int) -> None:
-    """Scores have few values, so most cuts are among equals. Rows have any filters, or none."""
+    """Scores have few distinct values, so most cuts divide equal scores. Rows have random filters, or none."""
     rng = random.Random(seed)
     num_rows, vocab_size = 8, 2500
     values = [torch.tensor([rng.gauss(0, 4) for _ in range(rng.choice([1, 3, 40, 1000]))]) for _ in range(num_rows)]
@@ -160,7 +160,7 @@ def test_cuts_keep_the_tokens_that_the_filters_keep(seed: int) -> None:
             continue
         best, order, num_equal = cut.tolist()
         assert best == row.max().view(torch.int32)
-        # The kernels' order is of unsigned numbers, and `cut` has its bits.
+        # The kernels' order is an unsigned number; `cut` has its bits as int32.
         bits = torch.where(row == 0.0, 0.0, row).view(torch.int32).long() & 0xFFFFFFFF
         orders = torch.where(row < 0.0, bits ^ 0xFFFFFFFF, bits ^ 0x80000000)
         is_equal = orders == order & 0xFFFFFFFF
@@ -175,7 +175,7 @@ def test_cuts_keep_the_tokens_that_the_filters_keep(seed: int) -> None:
         assert torch.equal(kept & (row > -torch.inf), wanted[0] > -torch.inf), own
 
 
-def test_scores_that_leave_the_noise_no_say_and_ones_that_leave_it_all() -> None:
+def test_scores_that_are_much_smaller_or_larger_than_the_noise() -> None:
     for scale in (1e-3, 100.0, 1e4):
         assert_same_for(int(scale), 500, length(6, 20), scale)
 
@@ -230,7 +230,7 @@ def test_positions_and_keys_of_all_sizes() -> None:
         assert_same(random_logits(7, 1, 300), [request])
 
 
-def test_the_parts_of_a_table_lie_where_one_compilation_serves() -> None:
+def test_the_parts_of_a_table_are_aligned_to_16_bytes() -> None:
     """Triton would compile again, in a timed step, for pointers that are not multiples of 16 bytes."""
     params = SamplingParams(repetition_penalty=1.1, logit_bias=((1, 2.0),))
     for num_rows in (1, 2, 3):
