@@ -111,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from services.distill.students import Course, make_student
+    from services.distill.drafter_training import TrainingTask, make_training
     from services.training.traffic import is_held_out
     from services.training.trainer import Recipe
 
@@ -134,10 +134,10 @@ def _run(arguments: argparse.Namespace) -> int:
     if not held_out or not taught:
         raise ConfigurationError(f"{len(answers)} answers are too few: one prompt in {_HELD_OUT_ONE_IN} is held out")
     with _progress("the target reads", len(answers) if is_draft else 0) as progress:
-        course = Course(arguments, config.target, folder, draft_folder, taught, held_out)
-        student = make_student(course, progress.update)
+        task = TrainingTask(arguments, config.target, folder, draft_folder, taught, held_out)
+        training = make_training(task, progress.update)
     with _progress("acceptance before", len(held_out)) as progress:
-        before = student.measure(progress.update)
+        before = training.measure(progress.update)
     recipe = Recipe(
         steps=max(1, round(arguments.epochs * len(taught) / arguments.batch_size)),
         batch_size=arguments.batch_size,
@@ -151,14 +151,14 @@ def _run(arguments: argparse.Namespace) -> int:
             progress.set_postfix_str(f"loss {loss:.3f}", refresh=False)
             progress.update()
 
-        student.train(recipe, did_step)
-    student.save(arguments.out)
+        training.train(recipe, did_step)
+    training.save(arguments.out)
     with _progress("acceptance after", len(held_out)) as progress:
-        after = student.measure(progress.update)
+        after = training.measure(progress.update)
     result = Distilled(
         arguments.target,
         arguments.draft,
-        student.num_parameters(),
+        training.num_parameters(),
         len(taught),
         sum(len(answer.token_ids) for answer in taught),
         len(held_out),

@@ -28,7 +28,7 @@ from cluster.targets.base import GenerationRequest
 from cluster.tokenization import Tokenizer
 from services.cli import main
 from services.distill.answers import ask
-from services.distill.students import Course, make_student
+from services.distill.drafter_training import TrainingTask, make_training
 from services.training.parallel import mask_rows, parallel_states
 from services.training.teaching import NUM_LIKELIEST, Lesson, teach
 from services.training.traffic import AnswersFile, RecordedAnswer, is_held_out, read_answers, read_prompts
@@ -223,12 +223,12 @@ def heads(request: pytest.FixtureRequest, distilled: Path, tmp_path_factory: pyt
     answers = read_answers(distilled / "answers.jsonl")[:12]
     arguments = argparse.Namespace(drafter=request.param, intermediate_size=128, seed=0)
     target = TargetConfig(model=TARGET, dtype="float32")
-    course = Course(arguments, target, resolve_model_folder(TARGET), None, answers, answers)
-    student = make_student(course, lambda: None)
-    before = student.measure(lambda: None)
-    student.train(Recipe(12, 6, 32, 3e-3, seed=1), lambda loss: None)
-    student.save(folder)
-    return Heads(request.param, folder, answers, before, student.measure(lambda: None))
+    task = TrainingTask(arguments, target, resolve_model_folder(TARGET), None, answers, answers)
+    training = make_training(task, lambda: None)
+    before = training.measure(lambda: None)
+    training.train(Recipe(12, 6, 32, 3e-3, seed=1), lambda loss: None)
+    training.save(folder)
+    return Heads(request.param, folder, answers, before, training.measure(lambda: None))
 
 
 def test_heads_are_accepted_more_often_after_training(heads: Heads) -> None:

@@ -41,7 +41,7 @@ DidOne = Callable[[], object]
 
 
 @dataclass(frozen=True)
-class Course:
+class TrainingTask:
     """The target, the answers, and the options of one training run."""
 
     arguments: argparse.Namespace
@@ -52,8 +52,8 @@ class Course:
     held_out: Sequence[RecordedAnswer]
 
 
-class Student(ABC):
-    """A draft or head in training."""
+class DrafterTraining(ABC):
+    """The training of a draft or head."""
 
     @abstractmethod
     def num_parameters(self) -> int: ...
@@ -71,16 +71,16 @@ class Student(ABC):
         """Writes the folder for `draft.model` in bfloat16, and loads it, so that `measure` uses the saved weights."""
 
 
-class DraftStudent(Student):
+class DraftTraining(DrafterTraining):
     """A draft model. If `is_parallel`, it learns to draft all tokens of a proposal in one step."""
 
-    def __init__(self, course: Course, did_one: DidOne, *, is_parallel: bool) -> None:
+    def __init__(self, task: TrainingTask, did_one: DidOne, *, is_parallel: bool) -> None:
         """Runs the target on all answers, and calls `did_one` after each of them."""
-        self._target_folder, self._is_parallel = course.target_folder, is_parallel
-        num_taught, seed = len(course.taught), course.arguments.seed
-        lessons = teach(course.target, [*course.taught, *course.held_out], seed, did_one)
+        self._target_folder, self._is_parallel = task.target_folder, is_parallel
+        num_taught, seed = len(task.taught), task.arguments.seed
+        lessons = teach(task.target, [*task.taught, *task.held_out], seed, did_one)
         self._taught, self._held_out = lessons[:num_taught], lessons[num_taught:]
-        self._draft = _new_draft(course) if course.draft_folder is None else load_draft(course.draft_folder)
+        self._draft = _new_draft(task) if task.draft_folder is None else load_draft(task.draft_folder)
         self._has_masks = is_parallel and getattr(self._draft.config, "pard_token", None) is not None
 
     def num_parameters(self) -> int:
@@ -110,37 +110,37 @@ class DraftStudent(Student):
         self._draft = load_draft(folder)
 
 
-def _new_draft(course: Course) -> LlamaForCausalLM:
-    loaded = load_weights(course.target, dtype_on_cpu=torch.bfloat16)
-    options = course.arguments
+def _new_draft(task: TrainingTask) -> LlamaForCausalLM:
+    loaded = load_weights(task.target, dtype_on_cpu=torch.bfloat16)
+    options = task.arguments
     intermediate_size = options.intermediate_size or _DRAFT_INTERMEDIATE_SIZE
     shape = DraftShape(options.hidden_size, options.num_layers, intermediate_size)
     return new_draft(loaded.config, loaded.weights.embedding, shape, options.seed)
 
 
-class HeadStudent(Student):
+class HeadTraining(DrafterTraining):
     """A head on the target's hidden states."""
 
     _head: TrainableHead
 
-    def __init__(self, course: Course) -> None:
-        loaded = load_weights(course.target, dtype_on_cpu=torch.bfloat16)
+    def __init__(self, task: TrainingTask) -> None:
+        loaded = load_weights(task.target, dtype_on_cpu=torch.bfloat16)
         self._config, self._ends = loaded.config, TargetEnds.of_engine(loaded)
-        self._head = self._new(course) if course.draft_folder is None else self._load(course.draft_folder)
+        self._head = self._new(task) if task.draft_folder is None else self._load(task.draft_folder)
         # If prompt and answer together have fewer than 3 tokens, the answer has no place at which a head drafts.
         answers = [
-            [answer for answer in some if len(answer.all_token_ids) > 2] for some in (course.taught, course.held_out)
+            [answer for answer in some if len(answer.all_token_ids) > 2] for some in (task.taught, task.held_out)
         ]
         if not all(answers):
             raise ConfigurationError(
                 "a head needs answers of at least 3 tokens, prompt included, both to train on and to hold out"
             )
         longest = max(len(answer.all_token_ids) for some in answers for answer in some)
-        reader = AnswerReader(loaded, course.target.block_size, longest, self._head.captured_layers)
+        reader = AnswerReader(loaded, task.target.block_size, longest, self._head.captured_layers)
         self._taught, self._held_out = (HeadLessons(some, reader, self._ends.embedding) for some in answers)
 
     @abstractmethod
-    def _new(self, course: Course) -> TrainableHead: ...
+    def _new(self, task: TrainingTask) -> TrainableHead: ...
 
     @abstractmethod
     def _load(self, folder: Path) -> TrainableHead: ...
@@ -162,15 +162,15 @@ class HeadStudent(Student):
     def _write(self, folder: Path) -> None: ...
 
 
-class EagleStudent(HeadStudent):
+class EagleTraining(HeadTraining):
     _head: TrainableEagle
 
-    def _new(self, course: Course) -> TrainableEagle:
-        size = course.arguments.intermediate_size or self._config.intermediate_size
-        token_ids = torch.tensor([token for answer in course.taught for token in answer.token_ids])
+    def _new(self, task: TrainingTask) -> TrainableEagle:
+        size = task.arguments.intermediate_size or self._config.intermediate_size
+        token_ids = torch.tensor([token for answer in task.taught for token in answer.token_ids])
         counts = torch.bincount(token_ids, minlength=self._config.vocab_size)
         frequent = counts.argsort(descending=True, stable=True)[:_MAX_HEAD_VOCABULARY].sort().values
-        return build_head(self._ends, size, frequent, course.arguments.seed)
+        return build_head(self._ends, size, frequent, task.arguments.seed)
 
     def _load(self, folder: Path) -> TrainableEagle:
         return load_head(folder, self._config)
@@ -179,10 +179,10 @@ class EagleStudent(HeadStudent):
         save_head(self._head, folder)
 
 
-class MedusaStudent(HeadStudent):
+class MedusaTraining(HeadTraining):
     _head: TrainableMedusa
 
-    def _new(self, course: Course) -> TrainableMedusa:
+    def _new(self, task: TrainingTask) -> TrainableMedusa:
         return build_medusa(self._ends, _NUM_MEDUSA_HEADS)
 
     def _load(self, folder: Path) -> TrainableMedusa:
@@ -192,15 +192,15 @@ class MedusaStudent(HeadStudent):
         save_medusa(self._head, folder)
 
 
-def make_student(course: Course, did_one: DidOne) -> Student:
-    """Returns the student for `--drafter`.
+def make_training(task: TrainingTask, did_one: DidOne) -> DrafterTraining:
+    """Returns the training for `--drafter`.
 
     For a draft, the target reads all answers now, and `did_one` is called after each. Raises ConfigurationError if the
     draft or head to start from cannot be loaded, or if a head has no answers that are long enough.
     """
-    drafter = course.arguments.drafter
+    drafter = task.arguments.drafter
     if drafter == "eagle":
-        return EagleStudent(course)
+        return EagleTraining(task)
     if drafter == "medusa":
-        return MedusaStudent(course)
-    return DraftStudent(course, did_one, is_parallel=drafter == "parallel")
+        return MedusaTraining(task)
+    return DraftTraining(task, did_one, is_parallel=drafter == "parallel")
