@@ -135,7 +135,8 @@ def _settings(name: str) -> tuple[str, ...]:
 
 
 def _drafter_name(text: str) -> str:
-    if "=" not in text and text not in DRAFTERS:
+    drafter, _, model = text.partition("=")
+    if text not in DRAFTERS and not (model and drafter in ("model", "parallel", "eagle", "medusa")):
         raise argparse.ArgumentTypeError(f"{text!r} is neither DRAFTER=MODEL nor one of {', '.join(DRAFTERS)}")
     return text
 

@@ -167,6 +167,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     arguments = parser.parse_args(argv)
     out: Path = arguments.out
+    for head in arguments.head:
+        if head.name in ("target", "draft", "eagle") or not (head / "config.json").is_file():
+            parser.error(f"--head {head}: no folder of a head, or one that is called target, draft or eagle")
     if arguments.instruct:
         make_instruct(out / "instruct")
         print(f"{out}/instruct: SmolLM2-135M-Instruct")

@@ -23,7 +23,7 @@ from cluster.engine.step_graphs import Recorder, first_rows
 from cluster.engine.triton_model import TritonModel
 from cluster.speculation.device_copy import copy_to
 from cluster.speculation.sampling import SampleRequest
-from cluster.speculation.triton_sampler import POSITION, RowTable, draw, empty_table, table_of
+from cluster.speculation.triton_sampler import HAS_FILTER, POSITION, RowTable, draw, empty_table, table_of
 from cluster.vocabulary_map import VocabularyMap
 
 MAX_STEPS = 65  # tokens that a burst returns: speculation.max_speculative_tokens is at most 64
@@ -103,6 +103,7 @@ class Burst:
             self._begin(ids[:, 0], table, requests, block_tables, num_tokens)
             for numbers in (self._inputs.positions, self._ends):  # clear the rows that pad the step to its size
                 numbers[num_rows:size].fill_(0)
+            self._table.rows[num_rows:size, HAS_FILTER].fill_(0)  # a step without filters has no cuts for them
             self._inputs.slots[:size].copy_(self._slots(size))
             step = self._steps[size, table.has_filter]
             for _ in range(num_steps):

@@ -69,7 +69,7 @@ def _limit(row, search, by_weight: tl.constexpr):  # type: ignore[no-untyped-def
     """Returns the sum that a search must reach. For top-p, requires the sums of the first pass by weight."""
     if by_weight:
         total = tl.load(search) - tl.load(search + _REMOVED)
-        limit = number(row, TOP_P).to(tl.float64) * total.to(tl.float64)
+        limit = tl.maximum(number(row, TOP_P).to(tl.float64) * total.to(tl.float64), 1.0)  # the best token always stays
     else:
         limit = tl.load(row + TOP_K).to(tl.float64)
     return limit

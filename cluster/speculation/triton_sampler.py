@@ -36,7 +36,7 @@ from cluster.speculation.triton_sampling import (
 Words = npt.NDArray[np.int64]
 
 _WARM_UP_SIZE, _WARM_UP_WIDTHS = 64, (1, 2, 4, 8)
-POSITION, LOGIT_ROW = COLUMNS.index("position"), COLUMNS.index("logit_row")
+POSITION, LOGIT_ROW, HAS_FILTER = map(COLUMNS.index, ("position", "logit_row", "has_filter"))
 _LEAST_ENTRIES = 512  # minimum entries of a row's chunks: usual vocabularies and widths share one compiled kernel
 _LEAST_CHUNKS = 128  # minimum of `max_chunks`: vocabularies of up to 524,288 tokens share one compiled kernel
 

@@ -120,6 +120,8 @@ def _run(arguments: argparse.Namespace) -> int:
     config = load_config(None, [*settings, *arguments.overrides], os.environ)
     folder = resolve_model_folder(arguments.target)
     draft_folder = None if arguments.draft is None else resolve_model_folder(arguments.draft)
+    if arguments.out.resolve() == folder.resolve():
+        raise ConfigurationError(f"--out {arguments.out} is the folder of the target, which would be overwritten")
     is_draft = arguments.drafter in ("model", "parallel")
     if (
         is_draft

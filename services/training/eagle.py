@@ -23,9 +23,9 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-from cluster.engine.checkpoint import TensorReader
+from cluster.engine.checkpoint import TensorReader, weight_map
 from cluster.engine.eagle import read_eagle_config, usual_layers
-from cluster.engine.model_config import ModelConfig
+from cluster.engine.model_config import ModelConfig, read_json
 from cluster.errors import ConfigurationError
 from services.training.heads import TargetEnds, TrainableHead, coupled_loss
 from services.training.trainer import LossFunction
@@ -203,15 +203,31 @@ def load_head(folder: Path, target: ModelConfig) -> TrainableEagle:
         "draft_vocab_size": shape.decoder.vocab_size,
         "eagle_aux_hidden_state_layer_ids": list(shape.captured_layers),
     }
-    head = TrainableEagle(LlamaConfig.from_pretrained(folder, **own))
-    tensors = TensorReader(folder, torch.float32, torch.device("cpu"), takes_pickle=True)
+    values, tensors = read_json(folder / "config.json"), weight_map(folder, takes_pickle=True)
+    unsupported = [name for name in ("norm_output", "attention_bias") if values.get(name)]
+    if values.get("model_type", "llama") != "llama":
+        unsupported.append(f"model_type {values['model_type']}")
+    if shape.decoder.hidden_size != target.hidden_size:
+        unsupported.append(f"hidden_size {shape.decoder.hidden_size}, not the target's {target.hidden_size}")
+    if not unsupported:
+        head = TrainableEagle(LlamaConfig.from_pretrained(folder, **own))
+        unsupported = sorted(tensors.keys() - head.state_dict().keys())
+    if unsupported:
+        raise ConfigurationError(f"{folder}: training does not support the head's {', '.join(unsupported)}")
+    reader = TensorReader(folder, torch.float32, torch.device("cpu"), takes_pickle=True)
     for name, parameter in head.named_parameters():
-        parameter.copy_(tensors.read([(name, len(parameter))], *parameter.shape[1:]))
-    num_own = shape.decoder.vocab_size
-    if tensors.find("d2t") is not None:
-        head.set_target_ids(tensors.integers("d2t", num_own) + torch.arange(num_own))
-    else:
-        head.set_target_ids(torch.arange(num_own))
+        parameter.copy_(reader.read([(name, len(parameter))], *parameter.shape[1:]))
+    target_ids = torch.arange(shape.decoder.vocab_size)
+    if "d2t" in tensors:
+        target_ids += reader.integers("d2t", len(target_ids))
+    elif len(target_ids) != target.vocab_size:
+        raise ConfigurationError(f"{folder}: a head of {len(target_ids)} tokens needs d2t, their IDs in the target")
+    if (
+        len(set(target_ids.tolist())) < len(target_ids)
+        or not 0 <= target_ids.min() <= target_ids.max() < target.vocab_size
+    ):
+        raise ConfigurationError(f"{folder}: d2t does not name {len(target_ids)} different tokens of the target")
+    head.set_target_ids(target_ids)
     return head
 
 

@@ -8,6 +8,7 @@ similar meaning start with similar vectors.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaForCausalLM
 
-from cluster.engine.model_config import ModelConfig
+from cluster.engine.model_config import ModelConfig, read_json
+from cluster.errors import ConfigurationError
 from services.training.attention import MASKLESS_ATTENTION
 from services.training.log_partition import log_partition
 from services.training.models import llama_config
@@ -71,10 +73,27 @@ def new_draft(target: ModelConfig, target_embedding: Tensor, shape: DraftShape, 
 
 
 def load_draft(folder: Path) -> LlamaForCausalLM:
-    """Returns the draft in `folder`, in float32, to continue its training."""
-    model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation=MASKLESS_ATTENTION
+    """Returns the draft in `folder`, in float32, to continue its training.
+
+    Raises ConfigurationError if it is not a Llama model with all its weights, such as a head.
+    """
+    architectures = read_json(folder / "config.json").get("architectures")
+    if architectures != ["LlamaForCausalLM"]:
+        raise ConfigurationError(
+            f"{folder}: config.json has architectures {architectures}; a draft to start from needs LlamaForCausalLM"
+        )
+    loaded: Any = LlamaForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation=MASKLESS_ATTENTION, output_loading_info=True
     )
+    model: LlamaForCausalLM = loaded[0]
+    loading: dict[str, Any] = loaded[1]
+    if loading["missing_keys"]:
+        raise ConfigurationError(
+            f"{folder} lacks weights of the model: {', '.join(sorted(loading['missing_keys'])[:3])}"
+        )
+    mask = getattr(model.config, "pard_token", None)
+    if mask is not None and not (isinstance(mask, int) and 0 <= mask < model.config.vocab_size):
+        raise ConfigurationError(f"{folder}: config.json has pard_token {mask!r}, which is no token of the model")
     return model
 
 

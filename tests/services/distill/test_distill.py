@@ -29,6 +29,7 @@ from cluster.tokenization import Tokenizer
 from services.cli import main
 from services.distill.answers import ask
 from services.distill.drafter_training import TrainingTask, make_training
+from services.training.eagle import load_head
 from services.training.parallel import mask_rows, parallel_states
 from services.training.teaching import NUM_LIKELIEST, Lesson, teach
 from services.training.traffic import AnswersFile, RecordedAnswer, is_held_out, read_answers, read_prompts
@@ -283,6 +284,39 @@ def test_an_eagle_head_in_another_form_is_refused(
     arguments = ["--traffic", str(traffic), "--target", TARGET, "--drafter", "eagle", "--draft", "outrider-eagle-12m"]
     assert main(["distill", *arguments, *SETTINGS, "--out", str(tmp_path), "--max-tokens", "32"]) == 2
     assert "only EAGLE-3 heads in SafeAILab's form can be trained" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("heads", ["eagle"], indirect=True)
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"attention_bias": True}, "attention_bias"),
+        ({"norm_output": True}, "norm_output"),
+        ({"hidden_size": 192}, "the target's 384"),
+    ],
+)
+def test_an_eagle_head_that_training_would_change_is_refused(
+    heads: Heads, tmp_path: Path, changes: dict[str, object], said: str
+) -> None:
+    folder = tmp_path / "head"
+    shutil.copytree(heads.folder, folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | changes), encoding="utf-8")
+    with pytest.raises(ConfigurationError, match=said):
+        load_head(folder, ModelConfig.from_folder(resolve_model_folder(TARGET)))
+
+
+def test_a_head_is_no_draft_to_start_from(heads: Heads) -> None:
+    with pytest.raises(ConfigurationError, match="needs LlamaForCausalLM"):
+        load_draft(heads.folder)
+
+
+def test_the_target_is_not_overwritten(tmp_path: Path, traffic: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "target"
+    shutil.copytree(resolve_model_folder(TARGET), target)
+    arguments = ["--traffic", str(traffic), "--target", str(target), "--out", str(target), *SETTINGS]
+    assert main(["distill", *arguments]) == 2
+    assert "would be overwritten" in capsys.readouterr().err
 
 
 def test_prompts_are_read_from_tokens_texts_and_conversations(tmp_path: Path) -> None:

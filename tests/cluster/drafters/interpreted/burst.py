@@ -17,6 +17,7 @@ from cluster.engine.runner import ModelRunner
 from cluster.engine.triton_model import TritonModel
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
+from cluster.speculation.triton_sampler import HAS_FILTER
 from cluster.vocabulary_map import VocabularyMap
 from tests.cluster.conftest import TINY_VOCAB_SIZE
 from tests.interpreter import spare_bookkeeping
@@ -101,6 +102,21 @@ def test_rounds(pair: Pair) -> None:
         assert [len(tokens) for tokens in drafts] == [2, 3, 4, 5]
         assert pair.num_runs == runs_before + 1
         pair.commit([[*tokens[: int(part * len(tokens))], 11 + i] for i, tokens in enumerate(drafts)])
+
+
+def test_rows_that_pad_a_step_have_no_filters(pair: Pair) -> None:
+    """A step without filters has no cuts, which a row with filters would read."""
+    for params, number in ((SamplingParams(top_k=3), 4), (SamplingParams(), 3)):
+        for seed in range(number):
+            pair.open([7, 8, 9 + seed], params, 3, seed)
+        pair.draft()
+        for drafter, sequences in zip(pair.drafters, pair.sequences, strict=True):
+            for sequence in sequences:
+                drafter.release(sequence)
+            sequences.clear()
+    burst = pair.drafters[0]._burst
+    assert burst is not None
+    assert not burst._table.rows[3:4, HAS_FILTER].any()
 
 
 def test_at_the_longest_sequence(pair: Pair) -> None:

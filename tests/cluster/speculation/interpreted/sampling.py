@@ -153,6 +153,7 @@ def test_cuts_keep_the_tokens_that_the_filters_keep(seed: int) -> None:
         )
         for _ in range(num_rows)
     ]
+    params[0] = SamplingParams(top_p=1e-50)  # 0 in float32: only the best token stays
     table = triton_sampler.table_of([SampleRequest(p, NoiseKey(1, 2), [1], 1) for p in params], vocab_size, CPU)
     cuts, _ = triton_sampler._cut(scores, table, torch.empty(1, 1))
     for own, cut, row in zip(params, cuts, scores, strict=True):
