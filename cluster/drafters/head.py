@@ -13,7 +13,6 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
 from cluster.drafters.base import DraftSequence
@@ -87,9 +86,9 @@ class HeadDrafter(ModelDrafter):
     @torch.inference_mode()
     def _inputs(self, batch: Batch) -> LayerInputs:
         sources = self._sources
-        indices = (sources.of_target, sources.target_slots, sources.of_head, sources.head_slots)
         of_target, target_slots, of_head, head_slots = copy_to(
-            batch.token_ids.device, [np.array(values, dtype=np.int64) for values in indices]
+            batch.token_ids.device,
+            [sources.of_target, sources.target_slots, sources.of_head, sources.head_slots],
         )
         return self._head.inputs(
             batch.token_ids,

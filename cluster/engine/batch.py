@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cluster.speculation.device_copy import copy_to
+from cluster.speculation.device_copy import Words, copy_to
 from cluster.speculation.drafts import path_to
 
 
@@ -96,12 +96,12 @@ def pack(segments: Sequence[Segment], block_size: int, device: torch.device) -> 
         logit_rows.extend(range(end - segment.num_logits, end))
         row_starts.append(end)
 
-    numbers = [token_ids, positions, slots, logit_rows, row_starts]
-    numbers += [[segment.context_len for segment in segments], [segment.num_computed_tokens for segment in segments]]
-    arrays = [*(np.array(values, dtype=np.int64) for values in numbers), block_tables]
-    if any(paths):
-        arrays.append(_padded(paths))
-    rows = copy_to(device, arrays)
+    context_lens = [segment.context_len for segment in segments]
+    prefix_lens = [segment.num_computed_tokens for segment in segments]
+    has_trees = any(paths)
+    numbers: list[Sequence[int] | Words] = [token_ids, positions, slots, logit_rows, row_starts]
+    numbers += [context_lens, prefix_lens, block_tables]
+    rows = copy_to(device, [*numbers, _padded(paths)] if has_trees else numbers)
     return Batch(
         token_ids=rows[0],
         positions=rows[1],
@@ -111,7 +111,7 @@ def pack(segments: Sequence[Segment], block_size: int, device: torch.device) -> 
         context_lens=rows[5],
         prefix_lens=rows[6],
         block_tables=rows[7],
-        paths=rows[8] if any(paths) else None,
+        paths=rows[8] if has_trees else None,
         max_rows=max(len(segment.token_ids) for segment in segments),
     )
 

@@ -131,7 +131,9 @@ def load_eagle_head(folder: Path, target: LoadedModel, quantization: Quantizatio
         layers = [reader.layer("layers.0", None, hidden)]
     for index in range(1, decoder.num_layers):
         layers.append(reader.layer(f"layers.{index}", reader.norm(f"layers.{index}.input_layernorm"), hidden))
-    target_ids = _target_ids(folder, tensors, decoder.vocab_size, target)
+    target_ids = read_target_ids(folder, tensors, decoder.vocab_size, target.config.vocab_size)
+    if target_ids is not None:
+        target_ids = target_ids.to(shared.device)
     if tensors.find("lm_head.weight") is not None and (config.is_third or hidden != target.config.hidden_size):
         head = form.weight_format.make_linear(reader.by_token("lm_head.weight"))
     elif decoder.vocab_size != target.config.vocab_size or hidden != target.config.hidden_size:
@@ -162,12 +164,11 @@ def _embedding(folder: Path, config: HeadConfig, tensors: TensorReader, target: 
     return shared if shared.shape == own.shape and torch.equal(shared, own) else own
 
 
-def _target_ids(folder: Path, tensors: TensorReader, num_own: int, target: LoadedModel) -> torch.Tensor | None:
-    """Returns the target's ID of each of the head's tokens; None if the IDs are the same.
+def read_target_ids(folder: Path, tensors: TensorReader, num_own: int, num_target: int) -> torch.Tensor | None:
+    """Returns the target's ID of each of the head's tokens, on the CPU; None if the IDs are the same.
 
-    `d2t` in the file is the target's ID minus the head's.
+    `d2t` in the file is the target's ID minus the head's. Raises ConfigurationError.
     """
-    num_target = target.config.vocab_size
     if tensors.find("d2t") is None:
         if num_own != num_target:
             raise ConfigurationError(f"{folder}: the head has {num_own} tokens of {num_target} and no d2t to map them")
@@ -175,4 +176,4 @@ def _target_ids(folder: Path, tensors: TensorReader, num_own: int, target: Loade
     ids = tensors.integers("d2t", num_own) + torch.arange(num_own)
     if ids.min() < 0 or ids.max() >= num_target or len(set(ids.tolist())) != num_own:
         raise ConfigurationError(f"{folder}: d2t does not name {num_own} different tokens of the target's {num_target}")
-    return ids.to(target.weights.device)
+    return ids

@@ -13,8 +13,12 @@ _ALIGNMENT = 2  # int64 words: Triton compiles a kernel again for a pointer that
 Words = npt.NDArray[np.int64]
 
 
-def copy_to(device: torch.device, parts: Sequence[Words]) -> list[torch.Tensor]:
-    """Returns `parts` on `device`, in their shapes. The host does not wait for a GPU, because the memory is pinned."""
+def copy_to(device: torch.device, numbers: Sequence[Sequence[int] | Words]) -> list[torch.Tensor]:
+    """Returns `numbers` as int64 on `device`, in their shapes.
+
+    The host does not wait for a GPU, because the copy is from pinned memory.
+    """
+    parts = [np.asarray(part, dtype=np.int64) for part in numbers]
     if device.type == "cpu":
         return [torch.from_numpy(part) for part in parts]
     packed = torch.empty(sum(map(_room, parts)), dtype=torch.int64, pin_memory=device.type == "cuda")

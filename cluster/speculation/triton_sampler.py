@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import triton
 
-from cluster.speculation.device_copy import copy_to
+from cluster.speculation.device_copy import Words, copy_to
 from cluster.speculation.device_noise import signed_word
 from cluster.speculation.filters import NO_TOP_P
 from cluster.speculation.noise import NoiseKey
@@ -32,8 +31,6 @@ from cluster.speculation.triton_sampling import (
     merge_kernel,
     shape_kernel,
 )
-
-Words = npt.NDArray[np.int64]
 
 _WARM_UP_SIZE, _WARM_UP_WIDTHS = 64, (1, 2, 4, 8)
 POSITION, LOGIT_ROW, HAS_FILTER = map(COLUMNS.index, ("position", "logit_row", "has_filter"))
@@ -110,9 +107,9 @@ def table_of(requests: Sequence[SampleRequest], vocab_size: int, device: torch.d
         device,
         [
             rows,
-            np.array(shaped_rows, dtype=np.int64),
+            shaped_rows,
             mask_bits.view(np.int64),
-            np.concatenate(appendix) if appendix else np.zeros(0, dtype=np.int64),
+            np.concatenate(appendix) if appendix else [],
         ],
     )
     return RowTable(

@@ -66,7 +66,7 @@ def _combine(original: Callable[..., Any], *arguments: Any, **options: Any) -> A
         if bound.gate not in _readers:
             _readers[bound.gate] = DraftReader(bound, states.device)
         slots = [states.req_id_to_index[request_id] for request_id in bound.request_ids]
-        (places,) = copy_to(states.device, [np.array(slots, dtype=np.int64)])
+        (places,) = copy_to(states.device, [slots])
         states.draft_tokens[places] = _readers[bound.gate].read(bound)
     return original(*arguments, **options)
 

@@ -24,7 +24,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from cluster.engine.checkpoint import TensorReader, weight_map
-from cluster.engine.eagle import read_eagle_config, usual_layers
+from cluster.engine.eagle import read_eagle_config, read_target_ids, usual_layers
 from cluster.engine.model_config import ModelConfig, read_json
 from cluster.errors import ConfigurationError
 from services.training.heads import TargetEnds, TrainableHead, coupled_loss
@@ -217,17 +217,9 @@ def load_head(folder: Path, target: ModelConfig) -> TrainableEagle:
     reader = TensorReader(folder, torch.float32, torch.device("cpu"), takes_pickle=True)
     for name, parameter in head.named_parameters():
         parameter.copy_(reader.read([(name, len(parameter))], *parameter.shape[1:]))
-    target_ids = torch.arange(shape.decoder.vocab_size)
-    if "d2t" in tensors:
-        target_ids += reader.integers("d2t", len(target_ids))
-    elif len(target_ids) != target.vocab_size:
-        raise ConfigurationError(f"{folder}: a head of {len(target_ids)} tokens needs d2t, their IDs in the target")
-    if (
-        len(set(target_ids.tolist())) < len(target_ids)
-        or not 0 <= target_ids.min() <= target_ids.max() < target.vocab_size
-    ):
-        raise ConfigurationError(f"{folder}: d2t does not name {len(target_ids)} different tokens of the target")
-    head.set_target_ids(target_ids)
+    num_own = shape.decoder.vocab_size
+    target_ids = read_target_ids(folder, reader, num_own, target.vocab_size)
+    head.set_target_ids(torch.arange(num_own) if target_ids is None else target_ids)
     return head
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from bench.faults import FAULTS
 from tests.soak import length
 
 ROOT = Path(__file__).parents[2]
@@ -19,11 +20,13 @@ NUM_STREAMS = length(4, 8)
 # Faults that restart programs take CPU time; faults that pause or disconnect programs take elapsed time. Each group of
 # faults has its own cluster, and the clusters run at the same time. A program takes 2 CPU seconds to start, so
 # `make test` leaves out faults that tests/system covers for targets and drafts.
-GROUPS = length((("kill", "cut off"),), (("kill", "drain", "rolling restart"), ("freeze", "cut off", "slow")))
+ALL = (("kill", "drain", "rolling restart"), ("freeze", "cut off", "slow"))
+GROUPS = length((("kill", "cut off"),), ALL)
 
 
 def test_no_request_fails_and_no_token_differs(tmp_path: Path) -> None:
     """Runs each group in its own process, because `bench.faults` may enter network namespaces."""
+    assert {fault for group in ALL for fault in group} == FAULTS.keys()
     folders = [tmp_path / group[0] for group in GROUPS]
     with contextlib.ExitStack() as running:
         started = [running.enter_context(_started(*one)) for one in zip(GROUPS, folders, strict=True)]
