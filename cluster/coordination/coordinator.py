@@ -139,6 +139,13 @@ class Coordinator:
         self._send()
         self.stats.other_seconds += time.thread_time() - started_at
 
+    def expects_drafts(self, decoding: Sequence[SpeculativeSequence]) -> bool:
+        """Returns True if `collect` may return drafts for the planned step. They follow the tokens of the step before.
+
+        Otherwise the step may start before these tokens are known.
+        """
+        return any(s.link is not None and self.planner.verified_depth(s) for s in decoding)
+
     def reserve(self, decoding: Sequence[SpeculativeSequence]) -> dict[SpeculativeSequence, int]:
         """Reserves rows for the drafts of `decoding` in the planned step, for engines that need the number early.
 

@@ -23,14 +23,13 @@ from cluster.coordination.base import Link
 from cluster.coordination.stats import CoordinatorStats
 from cluster.speculation.acceptance_model import SequenceAcceptance
 from cluster.speculation.costs import DraftStep, LinkCosts
-from cluster.speculation.drafts import Drafts
+from cluster.speculation.drafts import NO_DRAFTS, Drafts
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.speculation.tree import Shape, num_levels
 from cluster.speculation.tree_policy import Template
 from cluster.wire.messages import Advance, Proposal, SpeculateReply, SpeculateRequest
 
-NO_DRAFTS = Drafts()
 _MAX_WIDTH = 64  # maximum nodes of a tree for each token of the window
 
 

@@ -80,7 +80,7 @@ class HeadDrafter(ModelDrafter):
         sources.head_slots += slots_of(head_places, segment.block_table, self.block_size)
 
     def _run(self, step: LevelStep) -> torch.Tensor:
-        logits = self._runner.run(step.segments, self._inputs)
+        logits = self._runner.run(step.segments, inputs=self._inputs)
         return self._head.of_target_ids(logits, self.vocab_size)
 
     @torch.inference_mode()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -72,12 +73,21 @@ class ModelRunner:
         assert self._kv_cache.states is not None, "the model captures no states"
         return self._kv_cache.states
 
-    def run(self, segments: Sequence[Segment], inputs: Callable[[Batch], LayerInputs] | None = None) -> torch.Tensor:
+    def run(
+        self,
+        segments: Sequence[Segment],
+        choices: torch.Tensor | None = None,
+        inputs: Callable[[Batch], LayerInputs] | None = None,
+    ) -> torch.Tensor:
         """Runs one step. Returns the logits of the segments' logit rows, in order, [num_logit_rows, vocab_size].
 
+        `choices`: tokens on the model's device; a token `-1 - i` of a segment stands for `choices[i]`.
         `inputs`: computes the inputs of the first layer; None: the embeddings of the segments' tokens.
         """
         batch = pack(segments, self.blocks.block_size, self.model.device)
+        if choices is not None:
+            ids = batch.token_ids
+            batch = replace(batch, token_ids=torch.where(ids < 0, choices[(-1 - ids).clamp(min=0)], ids))
         return self.model.forward(batch, None if inputs is None else inputs(batch))
 
     def wait(self) -> None:

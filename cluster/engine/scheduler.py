@@ -14,7 +14,7 @@ from cluster.engine.blocks import BlockManager
 from cluster.engine.limits import StepLimits
 from cluster.engine.prompt_pace import PromptPace, PromptPart
 from cluster.engine.sequence import Sequence
-from cluster.speculation.drafts import Drafts
+from cluster.speculation.drafts import NO_DRAFTS, Drafts
 from cluster.telemetry.metrics import Reading
 
 # Share of the blocks that admission reserves for the growth of running sequences.
@@ -28,13 +28,20 @@ class ScheduledSequence(Generic[SequenceT]):
     """One sequence's part of a step."""
 
     sequence: SequenceT
-    num_new_tokens: int  # committed tokens whose KV this step computes
+    start: int  # index of the first token whose KV this step computes
+    num_new_tokens: int  # tokens whose KV this step computes, without drafts
+    yields_choices: bool  # True if the step computes the last token, so that the next can be chosen
     drafts: Drafts = field(default_factory=Drafts)  # drafts after the last committed token that this step verifies
 
     @property
-    def yields_choices(self) -> bool:
-        """True if the step computes the last committed token, so that the next can be chosen."""
-        return self.sequence.num_computed_tokens + self.num_new_tokens == len(self.sequence.token_ids)
+    def has_unread_input(self) -> bool:
+        """True, from the launch of the step until the previous step ends, if that step chooses this step's input."""
+        return self.start >= len(self.sequence.token_ids)
+
+    @property
+    def end(self) -> int:
+        """Index after the last new token."""
+        return self.start + self.num_new_tokens
 
     @property
     def num_choices(self) -> int:
@@ -46,8 +53,7 @@ class ScheduledSequence(Generic[SequenceT]):
         first_row = self._first_scored_row
         if first_row is None:
             return 0
-        end = min(self.sequence.num_computed_tokens + self.num_new_tokens, self.sequence.num_prompt_tokens - 1)
-        return max(0, end - first_row)
+        return max(0, min(self.end, self.sequence.num_prompt_tokens - 1) - first_row)
 
     @property
     def num_logits(self) -> int:
@@ -58,7 +64,7 @@ class ScheduledSequence(Generic[SequenceT]):
         first_row = self._first_scored_row
         if first_row is None or not self.num_scored:
             return self.num_choices
-        return self.sequence.num_computed_tokens + self.num_new_tokens - first_row + len(self.drafts)
+        return self.end - first_row + len(self.drafts)
 
     @property
     def _first_scored_row(self) -> int | None:
@@ -67,7 +73,7 @@ class ScheduledSequence(Generic[SequenceT]):
         if not sequence.is_scoring:
             return None
         assert sequence.first_unscored is not None
-        return max(sequence.first_unscored - 1, sequence.num_computed_tokens)
+        return max(sequence.first_unscored - 1, self.start)
 
     @property
     def parents(self) -> list[int] | None:
@@ -75,12 +81,12 @@ class ScheduledSequence(Generic[SequenceT]):
         parents = self.drafts.parents
         return None if parents is None else [-1, *(parent + 1 for parent in parents)]
 
-    def segment(self) -> Segment:
-        start = self.sequence.num_computed_tokens
-        new_tokens = self.sequence.token_ids[start : start + self.num_new_tokens]
+    def segment(self, unread: int | None = None) -> Segment:
+        """Returns the input of the step. `unread`: stands for a token that the host does not know yet."""
+        new_tokens = self.sequence.token_ids[self.start : self.end] if unread is None else [unread]
         return Segment(
             token_ids=[*new_tokens, *self.drafts.token_ids],
-            num_computed_tokens=start,
+            num_computed_tokens=self.start,
             block_table=self.sequence.block_table,
             num_logits=self.num_logits,
             parents=self.parents,
@@ -94,6 +100,9 @@ class Scheduler(Generic[SequenceT]):
     drafts are dropped. Then the youngest sequence of the lowest priority is preempted: it gives its blocks back, and
     waits before all others of its priority until it is computed again. Its output stays the same, because its noise
     depends only on positions.
+
+    A step may be scheduled before the previous one has ended, if neither has drafts. The tokens of the previous step
+    are then unread.
 
     `running` and `waiting` are each ordered by priority, and within a priority by arrival.
     """
@@ -159,12 +168,15 @@ class Scheduler(Generic[SequenceT]):
     def schedule(self, drafts_of: Callable[[SequenceT], Drafts]) -> list[ScheduledSequence[SequenceT]]:
         """Returns the next step: every decoding sequence's token, then drafts, then prefill, within the token budget.
 
+        Counts the new tokens as computed and the choices as unread. The caller calls `advance` for each part of a step
+        that has ended, or removes its sequence.
+
         `drafts_of` returns the drafts of a sequence that have arrived. While prompts wait, drafts get at most half of
         the remaining budget, so that drafts cannot starve prefill. `pace` divides the rest among the prompts; prompts
         of a higher priority come first.
         """
         may_grow = self._make_room()
-        decoding = [(sequence, drafts_of(sequence)) for sequence in self.running if not sequence.is_prefilling]
+        decoding = [(s, drafts_of(s)) for s in self.running if not (s.is_prefilling or s.will_end)]
         prefilling = [s for s in self.running if s.is_prefilling]
         budget = self._limits.max_num_batched_tokens - len(decoding)
         draft_budget = budget // 2 if prefilling else budget
@@ -175,7 +187,7 @@ class Scheduler(Generic[SequenceT]):
                 drafts = self._place(drafts, sequence, may_grow=may_grow)
             draft_budget -= len(drafts)
             budget -= len(drafts)
-            step.append(ScheduledSequence(sequence, 1, drafts))
+            step.append(_schedule(sequence, 1, drafts))
         seconds = self.pace.budget(is_alone=len(prefilling) == 1 and not step)
         for _, group in itertools.groupby(prefilling, key=_priority):
             sequences = list(group)
@@ -185,18 +197,22 @@ class Scheduler(Generic[SequenceT]):
             seconds -= self.pace.seconds(
                 [PromptPart(chunk, prompt.num_before) for chunk, prompt in zip(chunks, prompts, strict=True)]
             )
-            step += [ScheduledSequence(s, chunk) for s, chunk in zip(sequences, chunks, strict=True) if chunk]
+            step += [_schedule(s, chunk, NO_DRAFTS) for s, chunk in zip(sequences, chunks, strict=True) if chunk]
         return step
 
     def advance(self, scheduled: ScheduledSequence[SequenceT], num_accepted: int = 0) -> None:
-        """Counts the new tokens and accepted drafts of a finished step as computed.
+        """Ends one part of a step: counts its accepted drafts as computed, and its choices as read.
 
         The caller has committed them before."""
         sequence = scheduled.sequence
-        num_computed = sequence.num_computed_tokens + scheduled.num_new_tokens + num_accepted
+        sequence.num_unread_tokens -= scheduled.yields_choices
+        if not sequence.block_table:  # it was preempted when the next step was scheduled
+            return
         # Accepted drafts after an end-of-sequence token are not committed.
-        sequence.num_computed_tokens = min(num_computed, len(sequence.token_ids))
-        self._blocks.cache(sequence.block_table, sequence.token_ids, sequence.num_computed_tokens, sequence.cache_root)
+        num_accepted = min(num_accepted, len(sequence.token_ids) - scheduled.end)
+        sequence.num_computed_tokens += num_accepted
+        num_computed = scheduled.end + num_accepted
+        self._blocks.cache(sequence.block_table, sequence.token_ids, num_computed, sequence.cache_root)
 
     def readings(self) -> Iterator[Reading]:
         """Any thread."""
@@ -218,12 +234,12 @@ class Scheduler(Generic[SequenceT]):
         index = 0
         while index < len(self.running):
             sequence = self.running[index]
-            if self._blocks.grow(sequence.block_table, len(sequence.token_ids)):
+            if self._blocks.grow(sequence.block_table, sequence.num_tokens):
                 index += 1
             elif not is_short:
                 is_short = True
                 for other in self.running:
-                    self._blocks.shrink(other.block_table, len(other.token_ids))
+                    self._blocks.shrink(other.block_table, other.num_tokens)
             else:
                 self._preempt_youngest()
         return not is_short
@@ -250,6 +266,15 @@ class Scheduler(Generic[SequenceT]):
 def watermark(num_blocks: int) -> int:
     """Returns the number of blocks, out of `num_blocks`, that admission reserves for running sequences."""
     return max(1, round(_WATERMARK * num_blocks))
+
+
+def _schedule(sequence: SequenceT, num_new_tokens: int, drafts: Drafts) -> ScheduledSequence[SequenceT]:
+    """Returns the part of a step that computes `num_new_tokens` tokens of `sequence`, and counts them as computed."""
+    start = sequence.num_computed_tokens
+    yields_choices = start + num_new_tokens == sequence.num_tokens
+    sequence.num_computed_tokens += num_new_tokens
+    sequence.num_unread_tokens += yields_choices
+    return ScheduledSequence(sequence, start, num_new_tokens, yields_choices, drafts)
 
 
 def _priority(sequence: Sequence) -> int:

@@ -17,9 +17,12 @@ class FinishReason(enum.Enum):
 class Sequence:
     """Committed tokens and the location of their KV.
 
-    `token_ids` are the prompt and the committed tokens. The KV of the first `num_computed_tokens` of them is in
-    the blocks of `block_table`; while a sequence decodes, all tokens except the last are computed. Later slots may
-    contain the KV of rejected drafts; these slots are written again before they are read.
+    `token_ids` are the prompt and the committed tokens. The KV of the first `num_computed_tokens` tokens is in the
+    blocks of `block_table`, or a scheduled step computes it; while a sequence decodes, all tokens except the last are
+    computed. Later slots may contain the KV of rejected drafts; these slots are written again before they are read.
+
+    If a step is scheduled before the previous one has ended, `num_unread_tokens` tokens follow `token_ids` that the
+    host does not know yet.
     """
 
     token_ids: list[int]
@@ -31,14 +34,25 @@ class Sequence:
     cache_root: bytes | None = None  # KV is shared only between sequences with the same root
     first_unscored: int | None = None  # first prompt token that is not scored yet; None: prompt tokens are not scored
     num_computed_tokens: int = 0
+    num_unread_tokens: int = 0  # tokens that scheduled steps choose, until the steps have ended
     num_preemptions: int = 0
     block_table: MutableSequence[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     num_cached_tokens: int | None = None  # found in the prefix cache at the first admission; None: not admitted yet
 
     @property
+    def num_tokens(self) -> int:
+        """Number of tokens, including those that the host does not know yet."""
+        return len(self.token_ids) + self.num_unread_tokens
+
+    @property
     def is_prefilling(self) -> bool:
-        return self.num_computed_tokens < len(self.token_ids) - 1
+        return self.num_computed_tokens < self.num_tokens - 1
+
+    @property
+    def will_end(self) -> bool:
+        """True if the unread tokens end the sequence, whichever tokens they are."""
+        return self.num_unread_tokens > 0 and self.num_tokens >= self.max_len
 
     @property
     def is_scoring(self) -> bool:

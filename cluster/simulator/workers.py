@@ -12,6 +12,7 @@ from cluster.engine.prompt_pace import PromptPart
 from cluster.simulator.figures import StepFigures
 from cluster.simulator.overheads import NO_OVERHEADS, Overheads
 from cluster.targets.simulated import SimulatedTarget
+from cluster.targets.step_loop import ReadChoices
 from cluster.targets.token_generator import Scheduled
 
 
@@ -33,10 +34,10 @@ class RecordedTarget(SimulatedTarget):
     def num_used_blocks(self) -> int:
         return self._blocks.num_used_blocks
 
-    def _choose(self, step: Sequence[Scheduled]) -> list[int]:
+    def _launch(self, step: Sequence[Scheduled]) -> ReadChoices:
         self.most_used_blocks = max(self.most_used_blocks, self._blocks.num_used_blocks)
         self._keeper.sleep_until(self._keeper.now() + self._overheads.seconds(len(step)))
-        return super()._choose(step)
+        return super()._launch(step)
 
     def _time(
         self, step: Sequence[Scheduled], prompts: Sequence[PromptPart], num_rows: int, seconds: float

@@ -1,4 +1,4 @@
-"""Copies the arrays of a step to a device at once."""
+"""Copies the arrays of a step to a device at once, and tensors back to the host."""
 
 from __future__ import annotations
 
@@ -38,3 +38,23 @@ def split(packed: torch.Tensor, parts: Sequence[Words]) -> list[torch.Tensor]:
 
 def _room(part: Words) -> int:
     return part.size + part.size % _ALIGNMENT
+
+
+class HostCopy:
+    """Copy of a one-dimensional int64 tensor on the host, which is made while the host goes on."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        """Starts the copy."""
+        self._copied: torch.cuda.Event | None = None
+        self._host = tensor
+        if tensor.device.type == "cuda":
+            self._host = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+
+    def read(self) -> list[int]:
+        """Waits for the copy, but not for work that the device got later. Returns the numbers."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        numbers: list[int] = self._host.tolist()
+        return numbers

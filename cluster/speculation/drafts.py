@@ -135,6 +135,9 @@ class Drafts:
         return cls(token_ids, None if is_chain(parents) else parents)
 
 
+NO_DRAFTS = Drafts()
+
+
 def chain(length: int, start: int = 0) -> list[int]:
     """Returns the parents of a chain of `length` nodes whose first has the index `start`."""
     return list(range(start - 1, start + length - 1))

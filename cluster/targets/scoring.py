@@ -39,7 +39,7 @@ class Scoring:
             return None
         # After a preemption the step may recompute tokens that were already reported.
         assert sequence.first_unscored is not None
-        start = max(sequence.first_unscored, sequence.num_computed_tokens + 1)
+        start = max(sequence.first_unscored, scheduled.start + 1)
         sequence.first_unscored = end = start + num_scored
         rows = range(first_row, first_row + num_scored)
         return self.add(rows, sequence.token_ids[start:end], sequence.request.num_prompt_logprobs)

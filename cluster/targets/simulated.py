@@ -16,7 +16,7 @@ from cluster.simulated_engines.steps import REAL_TIME, StepCurve, Timekeeper
 from cluster.simulated_engines.tokens import token_at
 from cluster.speculation.drafts import depths_of
 from cluster.targets.base import GenerationRequest, TargetModel
-from cluster.targets.step_loop import StepLoop
+from cluster.targets.step_loop import ReadChoices, StepLoop
 from cluster.targets.token_generator import Scheduled
 
 
@@ -42,7 +42,7 @@ class SimulatedTarget(StepLoop):
         self._curve = StepCurve(simulation.target_step_ms)
         self._sequence_seconds = simulation.target_sequence_ms / 1e3
 
-    def _choose(self, step: Sequence[Scheduled]) -> list[int]:
+    def _launch(self, step: Sequence[Scheduled]) -> ReadChoices:
         started_at = self._keeper.now()
         choices: list[int] = []
         for scheduled in step:
@@ -50,7 +50,7 @@ class SimulatedTarget(StepLoop):
                 key, vocab_size = scheduled.sequence.request.noise_key, self.model.vocab_size
                 choices += [token_at(key, position, vocab_size) for position in _positions(scheduled)]
         self._keeper.sleep_until(started_at + self._step_seconds(step))
-        return choices
+        return lambda: choices
 
     def _step_seconds(self, step: Sequence[Scheduled]) -> float:
         num_rows = sum([scheduled.num_new_tokens + len(scheduled.drafts.token_ids) for scheduled in step])

@@ -6,7 +6,8 @@ import logging
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from cluster.config.speculation import SpeculationConfig
 from cluster.coordination.base import LinkPool
@@ -20,7 +21,7 @@ from cluster.engine.scheduler import Scheduler
 from cluster.errors import InternalError, InvalidRequestError, NotFoundError, first_line
 from cluster.logprobs import TokenLogprobs
 from cluster.speculation.acceptance import accepted_path, count_accepted
-from cluster.speculation.drafts import Drafts
+from cluster.speculation.drafts import NO_DRAFTS, Drafts
 from cluster.targets.base import (
     GenerationOutput,
     GenerationRequest,
@@ -45,11 +46,28 @@ _MAX_SCORED_VALUES = 2**26  # float32 logits of the prompt tokens that a step sc
 _MAX_FAILED_STEPS = 3  # consecutive failures after which the engine has to be restarted
 
 
+ReadChoices = Callable[[], list[int]]
+"Waits for a step, and returns the target's choices, in order of the rows that yield a choice."
+
+
+@dataclass(frozen=True, slots=True)
+class _LaunchedStep:
+    parts: Sequence[Scheduled]
+    prompts: Sequence[PromptPart]
+    read: ReadChoices
+    launched_at: float
+
+
 class StepLoop(Target):
     """Runs steps: wait for proposals, schedule, run, sample, accept, commit, take requests, notify drafters, publish.
 
     A subclass runs the forward pass, computes log-probabilities, moves KV, and measures steps before the first request.
+
+    With `launches_ahead`, a step without drafts is launched before the choices of the previous step are read, so the
+    device does not wait for the host. The ends of sequences are then seen a step late, and their last choices dropped.
     """
+
+    launches_ahead = False  # requires a device that computes while the host goes on
 
     def __init__(
         self,
@@ -84,19 +102,21 @@ class StepLoop(Target):
         self._num_committed_tokens = 0
         self._num_failed_steps = 0
         self._num_failed_in_row = 0
+        self._launched: _LaunchedStep | None = None  # launched ahead; its choices are unread
+        self._landed_at = 0.0  # when the choices of the last step were read
         self._thread: threading.Thread | None = None
 
     # Engine-specific parts; called from the step loop's thread.
 
     @abstractmethod
-    def _choose(self, step: Sequence[Scheduled]) -> list[int]:
-        """Runs the step. Returns the target's choices, in order of the rows that yield a choice."""
+    def _launch(self, step: Sequence[Scheduled]) -> ReadChoices:
+        """Starts the step. The inputs that are unread are choices of the step that was launched before."""
 
     @abstractmethod
     def _score(self, rows: Sequence[int], token_ids: Sequence[int], width: int) -> TokenLogprobs:
         """Returns the log-probabilities of `token_ids`, one for each of `rows`, and of the `width` likeliest tokens.
 
-        `rows` index the logits of the last step that `_choose` ran. Each sequence of the step has `num_logits` rows.
+        `rows` index the logits of the last step. Each sequence of the step has `num_logits` rows.
         """
 
     @abstractmethod
@@ -224,26 +244,54 @@ class StepLoop(Target):
 
     def _step(self, publish: Publish) -> None:
         decoding = [g.speculative for g in self._scheduler.running if not g.is_prefilling]
-        drafts = self._coordinator.begin(decoding, self._joining())
-        step = self._scheduler.schedule(lambda generation: self._allowed(generation, drafts[generation.speculative]))
+        self._coordinator.plan(decoding, self._joining())
+        launches_ahead = self.launches_ahead and not (
+            any(generation.needs_host for generation in self._scheduler.running)
+            or self._coordinator.expects_drafts(decoding)
+        )
+        previous = self._launched
+        if launches_ahead:
+            self._launched = self._start_step({}, publish)
+            self._end_step(previous, publish)
+            running = {generation.speculative for generation in self._scheduler.running}
+            self._coordinator.collect([sequence for sequence in decoding if sequence in running])
+        elif previous is not None:  # the next step follows the tokens of this one
+            self._launched = None
+            self._end_step(previous, publish)
+        else:
+            self._end_step(self._start_step(self._coordinator.collect(decoding), publish), publish)
+
+    def _start_step(self, drafts: Mapping[SpeculativeSequence, Drafts], publish: Publish) -> _LaunchedStep | None:
+        """Schedules and launches a step with `drafts`. Returns None if there is nothing to do, or if it failed."""
+        step = self._scheduler.schedule(lambda g: self._allowed(g, drafts.get(g.speculative, NO_DRAFTS)))
+        if not step:
+            return None
+        launched_at = self._clock()
+        prompts = [PromptPart(part.num_new_tokens, part.start) for part in step if part.num_new_tokens > 1]
+        try:
+            return _LaunchedStep(step, prompts, self._launch(step), launched_at)
+        except RuntimeError as error:  # PyTorch raises RuntimeError for device errors: no memory, a failed kernel
+            publish(self._fail(step, error))
+            return None
+
+    def _end_step(self, launched: _LaunchedStep | None, publish: Publish) -> None:
+        """Reads and commits the choices of `launched`; takes requests; notifies the drafters; publishes the tokens."""
         rounds: list[Round] = []
         outputs: list[GenerationOutput] = []
         timing = None
-        if step:
-            started_at = self._clock()
-            prompts = [
-                PromptPart(scheduled.num_new_tokens, scheduled.sequence.num_computed_tokens)
-                for scheduled in step
-                if scheduled.num_new_tokens > 1
-            ]
+        if launched is not None:
             try:
-                choices = self._choose(step)
-            except RuntimeError as error:  # PyTorch raises RuntimeError for device errors: no memory, a failed kernel
-                outputs = self._fail(step, error)
+                choices = launched.read()
+            except RuntimeError as error:
+                outputs = self._fail(launched.parts, error)
             else:
                 self._num_failed_in_row = 0
-                rounds, outputs = self._commit(step, choices)
-                timing = self._time(step, prompts, len(choices), self._clock() - started_at)
+                rounds, outputs = self._commit(launched.parts, choices)
+                seconds = self._clock() - max(launched.launched_at, self._landed_at)
+                timing = self._time(launched.parts, launched.prompts, len(choices), seconds)
+            self._landed_at = self._clock()
+            if not self._generations:
+                self._launched = None  # all its sequences have ended
         # Admit new requests before notifying the drafters: the same message then opens the admitted ones, so drafters
         # compute the prompts during the target's prefill.
         self._take_commands(publish)
@@ -269,9 +317,12 @@ class StepLoop(Target):
             raise error
         logger.error("a step of %d sequences failed; they end with an error", len(step), exc_info=error)
         told = InternalError(f"the step that computed it failed: {first_line(error)}")
-        failed = [scheduled.sequence for scheduled in step]
+        failed = [part.sequence for part in step if self._is_running(part.sequence)]
         self._release(*failed)
         return [GenerationOutput(generation.request.request_id, (), None, 0, 0, error=told) for generation in failed]
+
+    def _is_running(self, generation: Generation) -> bool:
+        return self._generations.get(generation.request.request_id) is generation
 
     def _joining(self) -> list[SpeculativeSequence]:
         return [generation.speculative for generation in self._scheduler.running if generation.is_prefilling]
@@ -306,6 +357,10 @@ class StepLoop(Target):
         start = first_row = 0
         for scheduled in step:
             generation = scheduled.sequence
+            if not self._is_running(generation):  # it ended after this step was launched
+                start += scheduled.num_choices
+                first_row += scheduled.num_logits
+                continue
             end_row = first_row + scheduled.num_logits
             prompt_logprobs = scoring.add_prompt(scheduled, first_row)
             first_row = end_row
@@ -356,7 +411,7 @@ class StepLoop(Target):
         if parents is None:
             return range(count_accepted(drafts.token_ids, choices) + 1)
         path = accepted_path([sequence.token_ids[-1], *drafts.token_ids], parents, choices)
-        self._keep(sequence.block_table, sequence.num_computed_tokens, path)
+        self._keep(sequence.block_table, scheduled.start, path)
         return path
 
     def _sleep_until_asked(self) -> None:

@@ -68,6 +68,17 @@ class Generation(engine.Sequence):
         """The error that ends the generation; None if there is none."""
         return None if self.constraint is None else self.constraint.error
 
+    @property
+    def needs_host(self) -> bool:
+        """True if the host has to act between two of its steps: to apply a grammar, or to read logits or tokens."""
+        request = self.request
+        return (
+            self.constraint is not None
+            or request.params.has_penalty
+            or request.num_logprobs is not None
+            or self.is_scoring
+        )
+
     def count(self, device: torch.device, vocab_size: int) -> TokenCounts | None:
         """Returns the counts of all tokens so far; None if the request has no penalty."""
         if not self.request.params.has_penalty:

@@ -18,13 +18,14 @@ from cluster.engine.limits import StepLimits
 from cluster.engine.runner import ModelRunner
 from cluster.errors import InvalidRequestError
 from cluster.logprobs import TokenLogprobs
+from cluster.speculation.device_copy import HostCopy
 from cluster.speculation.drafts import path_to
 from cluster.speculation.sampling import Sampler, SampleRequest
 from cluster.speculation.scoring import token_logprobs
 from cluster.speculation.token_counts import TokenCounts
 from cluster.targets.base import GenerationRequest, TargetModel
 from cluster.targets.rejection import RejectionSampler
-from cluster.targets.step_loop import StepLoop
+from cluster.targets.step_loop import ReadChoices, StepLoop
 from cluster.targets.token_generator import Generation, Scheduled
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,9 @@ class TorchTarget(StepLoop):
         self._sampler = Sampler(runner.model.device)
         self._rejection = rejection
         self._logits = torch.empty(0)  # logits of the step
+        self._choices: torch.Tensor | None = None  # choices of the step, on the device
+        self._choice_of: dict[Generation, int] = {}  # index in `_choices`, if there are no drafts
+        self.launches_ahead = runner.model.device.type == "cuda" and rejection is None
         if states is not None:
             states.find = self._computed_sequences
         num_threads, num_cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
@@ -64,8 +68,10 @@ class TorchTarget(StepLoop):
             )
         super().submit(request)
 
-    def _choose(self, step: Sequence[Scheduled]) -> list[int]:
-        self._logits = self._runner.run([scheduled.segment() for scheduled in step])
+    def _launch(self, step: Sequence[Scheduled]) -> ReadChoices:
+        is_ahead = any(part.has_unread_input for part in step)
+        segments = [part.segment(self._unread_choice(part)) for part in step]
+        self._logits = self._runner.run(segments, self._choices if is_ahead else None)
         logits = _of_choices(self._logits, step)
         requests = [
             row
@@ -75,10 +81,17 @@ class TorchTarget(StepLoop):
                 scheduled, scheduled.sequence.count(self._runner.model.device, self.model.vocab_size)
             )
         ]
-        if not requests:
-            self._runner.wait()  # otherwise the time of this step would be measured as part of the next one
-        choices = self._sampler.sample(logits, requests) if requests else []
-        return choices if self._rejection is None else self._rejection.revise(choices, logits, step)
+        ids = self._sampler.best_tokens(logits, requests, 1)[0].flatten() if requests else logits.new_empty(0)
+        copy, rejection = HostCopy(ids), self._rejection
+        self._choices, self._choice_of = ids, {}
+        if self.launches_ahead:
+            choosing = (part.sequence for part in step if part.yields_choices)
+            self._choice_of = {sequence: index for index, sequence in enumerate(choosing)}
+        return copy.read if rejection is None else lambda: rejection.revise(copy.read(), logits, step)
+
+    def _unread_choice(self, part: Scheduled) -> int | None:
+        """Returns what stands for the input of `part` (`ModelRunner.run`) if it is a choice of the previous step."""
+        return -1 - self._choice_of[part.sequence] if part.has_unread_input else None
 
     def _computed_sequences(self) -> dict[int, ComputedSequence]:
         return {
@@ -139,6 +152,7 @@ def _sample_requests(scheduled: Scheduled, counts: TokenCounts | None) -> Iterab
             draft_token_ids=draft_token_ids,
             num_prompt_tokens=generation.num_prompt_tokens,
             num_rows=rows.stop - rows.start,
+            position_shift=int(scheduled.has_unread_input),
             allowed=None if allowed is None else allowed[rows],
             counts=counts,
         )

@@ -138,9 +138,10 @@ class TestSteps:
         scheduler.add(sequence)
         scheduler.admit()
         run(scheduler, scheduler.schedule(no_drafts))
-        segment = scheduler.schedule(no_drafts)[0].segment()
+        step = scheduler.schedule(no_drafts)
+        segment = step[0].segment()
         assert (segment.token_ids, segment.num_computed_tokens, segment.num_logits) == ([8, 9, 10], 8, 1)
-        run(scheduler, scheduler.schedule(no_drafts))
+        run(scheduler, step)
         segment = scheduler.schedule(lambda _: Drafts([5, 6]))[0].segment()
         assert (segment.token_ids, segment.num_computed_tokens, segment.num_logits) == ([7, 5, 6], 11, 3)
 

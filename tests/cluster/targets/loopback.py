@@ -78,6 +78,7 @@ class LoopbackTarget:
         max_num_seqs: int = 4,
         rejection: RejectionSampler | None = None,
         pool: LinkPool | None = None,
+        launches_ahead: bool = False,
         **settings: Any,
     ) -> None:
         """`pool`: takes the place of one that is linked to `addresses`."""
@@ -92,6 +93,7 @@ class LoopbackTarget:
             speculation,
             rejection,
         )
+        self.target.launches_ahead = launches_ahead
         self._outputs: dict[str, list[GenerationOutput]] = {}
         self._loop = loop
         self._endpoints = Endpoints(loop)

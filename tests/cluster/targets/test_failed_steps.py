@@ -26,11 +26,11 @@ class Failing:
         self._num_steps = 0
         monkeypatch.setattr(target.runner, "run", self)
 
-    def __call__(self, segments: Sequence[Segment]) -> torch.Tensor:
+    def __call__(self, segments: Sequence[Segment], choices: torch.Tensor | None = None) -> torch.Tensor:
         self._num_steps += 1
         if self._num_steps - 1 in self.steps:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore lines")
-        return self._run(segments)
+        return self._run(segments, choices)
 
 
 def has_failed(target: LoopbackTarget, request: GenerationRequest) -> bool:
