@@ -1,4 +1,6 @@
-"""Compares Outrider on vLLM with `vllm serve`, on one GPU: `python -m bench.gpu_vllm --pair DIR`.
+"""Compares Outrider with `vllm serve`, on one GPU: `python -m bench.gpu_vllm --pair DIR`.
+
+Outrider's target runs on vLLM, or with `--engine torch` on this project's engine.
 
 The servers are `vllm serve` alone, `vllm serve` with its own draft model, and clusters of this project: with the draft
 in the target's process, and with a draft worker that computes on the machine's CPU. A cluster runs at fixed k and at a
@@ -143,7 +145,7 @@ def _ratio(cell: Mapping[str, Any], peer: str) -> float:
 
 
 def _servers(folder: Path, arguments: argparse.Namespace) -> list[Server]:
-    target, draft = str(arguments.pair / "target"), str(arguments.pair / "draft")
+    target, draft = str(arguments.pair / "target"), str(arguments.pair / arguments.draft)
     made = [_vllm("serve", target, None, arguments)]
     for name in arguments.draft_models:
         k, way = name.split("-")
@@ -174,14 +176,15 @@ def _outrider(folder: Path, target: str, draft: str, where: str, arguments: argp
         "target": {
             **shared,
             **{
-                "engine": "vllm",
+                "engine": arguments.engine,
                 "model": target,
                 "device": "cuda",
                 "dtype": "bfloat16",
                 "max_num_batched_tokens": 2048,
             },
             **{"kv_cache_bytes": _KV_CACHE_BYTES, "memory_utilization": _SHARED_MEMORY},
-            **{"engine_args": arguments.engine_args, "metrics_port": page_ports[0]},
+            **({"engine_args": arguments.engine_args} if arguments.engine == "vllm" else {}),
+            **{"metrics_port": page_ports[0]},
         },
         "draft": {**shared, "model": draft, "metrics_port": page_ports[1], **_placed(where)},
         "speculation": {"num_speculative_tokens": 4, "max_speculative_tokens": 8},
@@ -242,8 +245,9 @@ def _exact_config(kind: str, where: str, arguments: argparse.Namespace) -> Confi
     dtype, _, numerics = kind.partition("-")
     engine_args = arguments.engine_args | ({"attention_backend": "TRITON_ATTN"} if numerics else {})
     settings = {
-        **{"router.port": 0, "logging.level": "warning", "target.engine": "vllm", "target.device": "cuda"},
-        **{"target.dtype": dtype, "target.numerics": numerics or "fast", "target.engine_args": json.dumps(engine_args)},
+        **{"router.port": 0, "logging.level": "warning", "target.engine": arguments.engine, "target.device": "cuda"},
+        **{"target.dtype": dtype, "target.numerics": numerics or "fast"},
+        **({"target.engine_args": json.dumps(engine_args)} if arguments.engine == "vllm" else {}),
         **{"target.kv_cache_bytes": 2**28, "target.max_model_len": MAX_MODEL_LEN, "target.max_num_seqs": 32},
         **{"target.max_num_batched_tokens": 2048, "target.memory_utilization": 0.02},
         **{f"draft.{name}": value for name, value in _placed(where).items()},
@@ -356,8 +360,10 @@ def _document(
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bench.gpu_vllm", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--pair", type=Path, required=True, help="folder with `target` and `draft`")
+    parser.add_argument("--draft", default="draft", help="its folder in the pair's")
     parser.add_argument("--pair-name", default="4.2B + 2M")
-    parser.add_argument("--runner", choices=["V1", "V2"], default="V2", help="of the cluster's target worker")
+    parser.add_argument("--engine", choices=["vllm", "torch"], default="vllm", help="of the cluster's target")
+    parser.add_argument("--runner", choices=["V1", "V2"], default="V2", help="of the cluster's target, on vLLM")
     parser.add_argument("--streams", type=lambda text: [int(n) for n in text.split(",")], default=[1, 4, 16])
     parser.add_argument("--temperatures", type=lambda text: [float(t) for t in text.split(",")], default=[0.0, 1.0])
     parser.add_argument(

@@ -6,6 +6,8 @@
 The pair is `DIR/target`, the bundled target widened to about 190M parameters *without changing its function*,
 `DIR/draft`, the bundled draft as it is, and `DIR/eagle`, the bundled EAGLE head widened likewise. `--head FOLDER`
 widens another head of the bundled target, EAGLE-3 or Medusa, into `DIR/NAME`, where NAME is the name of FOLDER.
+`--layers N` gives the target N layers; those after its own add nothing. `--wide-draft FACTOR:SIZE` also widens the
+draft.
 Acceptance does not change and the cost ratio becomes that of a large target, so speed can be measured without
 training one.
 
@@ -24,7 +26,7 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -39,6 +41,8 @@ from cluster.model_folder import resolve_model_folder
 WIDTH_FACTOR = 4  # a power of 4, so that its square root is a power of 2
 INTERMEDIATE_SIZE = 5248
 EAGLE_HEAD = "outrider-eagle-12m"
+WIDE_DRAFT = "wide-draft"
+_FIRST_LAYER = "model.layers.0."
 _PYTORCH = {"format": "pt"}
 
 
@@ -49,6 +53,7 @@ class Widening:
     old: ModelConfig
     width_factor: int = WIDTH_FACTOR
     intermediate_size: int = INTERMEDIATE_SIZE
+    num_layers: int = 0  # 0: as many as before
 
     @property
     def hidden_size(self) -> int:
@@ -71,6 +76,7 @@ class Widening:
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             rms_norm_eps=self.old.rms_norm_eps / self.width_factor,
+            num_layers=self.num_layers or self.old.num_layers,
         )
 
     def widen(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -111,8 +117,21 @@ def widen_model(source: Path, folder: Path, widening: Widening) -> int:
     shutil.copytree(source, folder, ignore=excluded, dirs_exist_ok=True)
     _write_config(source, folder, widening)
     tensors = {name: widening.widen(name, tensor) for name, tensor in load_file(source / "model.safetensors").items()}
+    for index in range(widening.old.num_layers, widening.new.num_layers):
+        tensors |= _idle_layer(tensors, index)
     save_file(tensors, folder / "model.safetensors", _PYTORCH)
     return sum(tensor.numel() for tensor in tensors.values())
+
+
+def _idle_layer(tensors: Mapping[str, torch.Tensor], index: int) -> dict[str, torch.Tensor]:
+    """Returns the tensors of layer `index`: those of the first layer, with outputs of zero."""
+    layer: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if name.startswith(_FIRST_LAYER):
+            is_output = name.endswith(("o_proj.weight", "down_proj.weight"))
+            copy = torch.zeros_like(tensor) if is_output else tensor.clone()
+            layer[f"model.layers.{index}.{name.removeprefix(_FIRST_LAYER)}"] = copy
+    return layer
 
 
 def _write_config(source: Path, folder: Path, widening: Widening) -> None:
@@ -125,6 +144,8 @@ def _write_config(source: Path, folder: Path, widening: Widening) -> None:
         "num_key_value_heads": new.num_kv_heads,
         "rms_norm_eps": new.rms_norm_eps,
     }
+    if widening.num_layers:
+        sizes["num_hidden_layers"] = widening.num_layers
     config |= {name: size for name, size in sizes.items() if name in config}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
@@ -134,20 +155,25 @@ def make_pair(
     *,
     width_factor: int = WIDTH_FACTOR,
     intermediate_size: int = INTERMEDIATE_SIZE,
+    num_layers: int = 0,
+    wide_draft: tuple[int, int] | None = None,
     heads: Sequence[Path] = (),
 ) -> int:
     """Writes `target`, `draft`, `eagle` and widened `heads` of the bundled target into the folder `out`.
 
+    `wide_draft`: width factor and intermediate size of a widened draft, which is written to `wide-draft`.
     Returns the number of parameters of the target.
     """
     config = Config()
-    target = resolve_model_folder(config.target.model)
+    target, draft = resolve_model_folder(config.target.model), resolve_model_folder(config.draft.model)
     widening = Widening(ModelConfig.from_folder(target), width_factor, intermediate_size)
-    num_parameters = widen_model(target, out / "target", widening)
+    num_parameters = widen_model(target, out / "target", replace(widening, num_layers=num_layers))
+    if wide_draft is not None:
+        widen_model(draft, out / WIDE_DRAFT, Widening(ModelConfig.from_folder(draft), *wide_draft))
     widen_model(resolve_model_folder(EAGLE_HEAD), out / "eagle", widening)
     for head in heads:
         widen_model(head, out / head.name, widening)
-    shutil.copytree(resolve_model_folder(config.draft.model), out / "draft", dirs_exist_ok=True)
+    shutil.copytree(draft, out / "draft", dirs_exist_ok=True)
     return num_parameters
 
 
@@ -157,6 +183,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--instruct", action="store_true", help="SmolLM2-135M-Instruct from PyPI, and not the pair")
     parser.add_argument("--width-factor", type=int, default=WIDTH_FACTOR, help="of the target's width: a power of 4")
     parser.add_argument("--intermediate-size", type=int, default=INTERMEDIATE_SIZE)
+    parser.add_argument("--layers", type=int, default=0, help="of the target; further layers change nothing")
+    parser.add_argument(
+        "--wide-draft",
+        type=lambda text: tuple(int(part) for part in text.split(":")),
+        metavar="FACTOR:SIZE",
+        help=f"also widen the draft, into DIR/{WIDE_DRAFT}: its width factor and intermediate size",
+    )
     parser.add_argument(
         "--head",
         type=Path,
@@ -168,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     out: Path = arguments.out
     for head in arguments.head:
-        if head.name in ("target", "draft", "eagle") or not (head / "config.json").is_file():
+        if head.name in ("target", "draft", "eagle", WIDE_DRAFT) or not (head / "config.json").is_file():
             parser.error(f"--head {head}: no folder of a head, or one that is called target, draft or eagle")
     if arguments.instruct:
         make_instruct(out / "instruct")
@@ -178,9 +211,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         out,
         width_factor=arguments.width_factor,
         intermediate_size=arguments.intermediate_size,
+        num_layers=arguments.layers,
+        wide_draft=arguments.wide_draft,
         heads=arguments.head,
     )
-    written = ["draft", "eagle", *(head.name for head in arguments.head)]
+    written = ["draft", "eagle", *([WIDE_DRAFT] if arguments.wide_draft else ()), *(h.name for h in arguments.head)]
     print(f"{out}/target: {num_parameters / 1e6:.0f}M parameters; {'; '.join(f'{out}/{name}' for name in written)}")
     return 0
 

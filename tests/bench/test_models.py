@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,3 +69,11 @@ def test_widening_keeps_the_drafts_of_heads(
         found.append(torch.stack(list(steps)))
     assert found[0].abs().max() > 1
     torch.testing.assert_close(found[0], found[1], atol=1e-3, rtol=1e-3)
+
+
+@torch.inference_mode()
+def test_further_layers_change_nothing(targets: tuple[LlamaForCausalLM, LlamaForCausalLM], tmp_path: Path) -> None:
+    widen_model(SOURCE, tmp_path, replace(WIDENING, num_layers=8))
+    deep = load(tmp_path)
+    assert len(deep.model.layers) == 8
+    assert torch.equal(deep(TOKEN_IDS).logits, targets[1](TOKEN_IDS).logits)
