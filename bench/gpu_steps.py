@@ -113,13 +113,13 @@ class _RandomTensors(TensorReader):
     """Random weights of any name, as large as a trained model's; norms are ones."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
 
     def read(self, parts: Sequence[tuple[str, int]], *inner: int) -> torch.Tensor:
         num_rows = sum(rows for _, rows in parts)
         if not inner:
-            return torch.full((num_rows,), float("norm" in parts[0][0]), dtype=_DTYPE, device=self._device)
-        return torch.randn(num_rows, *inner, dtype=_DTYPE, device=self._device).mul_(0.02)
+            return torch.full((num_rows,), float("norm" in parts[0][0]), dtype=_DTYPE, device=self.device)
+        return torch.randn(num_rows, *inner, dtype=_DTYPE, device=self.device).mul_(0.02)
 
 
 def random_model(

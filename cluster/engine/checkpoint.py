@@ -25,7 +25,7 @@ class TensorReader:
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, *, takes_pickle: bool = False) -> None:
         """`takes_pickle`: as in `weight_map`."""
-        self._folder, self._dtype, self._device = folder, dtype, device
+        self._folder, self.dtype, self.device = folder, dtype, device
         self._shards: dict[str, Any] = {}
         self._file_of = weight_map(folder, takes_pickle=takes_pickle)
         self._has_warned = False
@@ -36,10 +36,10 @@ class TensorReader:
         The tensors are copied once and converted, so the result does not keep the files open.
         """
         sizes = [rows for _, rows in parts]
-        stacked = torch.empty(sum(sizes), *inner, dtype=self._dtype, device=self._device)
+        stacked = torch.empty(sum(sizes), *inner, dtype=self.dtype, device=self.device)
         for (name, rows), place in zip(parts, torch.split(stacked, sizes), strict=True):
             tensor = self._mapped(name, rows, *inner)
-            if tensor.dtype == torch.float16 and self._dtype == torch.bfloat16 and not self._has_warned:
+            if tensor.dtype == torch.float16 and self.dtype == torch.bfloat16 and not self._has_warned:
                 self._has_warned = True
                 logger.warning(
                     "%s is in float16 and runs in bfloat16, which has 3 bits less: answers may differ from those of "
@@ -53,6 +53,10 @@ class TensorReader:
         """Returns the first of `names` for which the folder has a tensor; None if there is no such tensor."""
         return next((name for name in names if name in self._file_of), None)
 
+    def stored(self, name: str, *shape: int) -> torch.Tensor:
+        """Returns the tensor `name` in its own dtype, on the reader's device; without `shape`, in any shape."""
+        return self._mapped(name, *shape).to(self.device)
+
     def integers(self, name: str, size: int) -> torch.Tensor:
         """Returns an int64 tensor [size] on the CPU."""
         return self._mapped(name, size).to(torch.int64)
@@ -64,7 +68,7 @@ class TensorReader:
         if file not in self._shards:
             self._shards[file] = _open_shard(self._folder / file)
         tensor: torch.Tensor = self._shards[file].get_tensor(name)
-        if tuple(tensor.shape) != shape:
+        if shape and tuple(tensor.shape) != shape:
             raise ConfigurationError(
                 f"{self._folder}: {name!r} has shape {tuple(tensor.shape)}, config.json implies {shape}"
             )

@@ -16,7 +16,8 @@ from cluster.engine.kv_cache import KVCache
 from cluster.engine.linear import Linear
 from cluster.engine.model import Model, TorchModel
 from cluster.engine.model_config import ModelConfig
-from cluster.engine.quantization import Quantization, quantize
+from cluster.engine.quantization import Quantization, QuantizedWeight, quantize
+from cluster.engine.stored_weights import in_floats, read_stored, stacked
 from cluster.engine.weights import LayerWeights, ModelWeights, WeightFormat
 from cluster.errors import ConfigurationError
 
@@ -219,11 +220,16 @@ class WeightReader:
 
     def linear(self, *parts: tuple[str, int], in_features: int, has_bias: bool) -> Linear:
         """Returns a single product for several projections of the same input; their weights are stacked by rows."""
-        weight = self._tensors.read([(f"{name}.weight", out) for name, out in parts], in_features)
+        stored = self._config.stored
+        weight: torch.Tensor | QuantizedWeight
+        if stored is None:
+            weight = self._tensors.read([(f"{name}.weight", out) for name, out in parts], in_features)
+        else:
+            weight = stacked([read_stored(stored, self._tensors, name, out, in_features) for name, out in parts])
+        if self._quantization is not None:
+            weight = quantize(in_floats(weight), self._quantization)
         bias = self._tensors.read([(f"{name}.bias", out) for name, out in parts]) if has_bias else None
-        return self._format.make_linear(
-            weight if self._quantization is None else quantize(weight, self._quantization), bias
-        )
+        return self._format.make_linear(weight, bias)
 
     def norm(self, name: str, size: int | None = None) -> torch.Tensor:
         """Returns the weight of a norm over `size` values; None: `hidden_size`."""

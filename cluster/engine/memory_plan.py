@@ -84,7 +84,7 @@ class PlannedModel:
         """
         name, colon, dtype = spec.rpartition(":")
         if not colon:
-            name, dtype = spec, _DEFAULT_DTYPE
+            name, dtype = spec, _dtype_of(spec)
         if dtype not in _BYTES_OF_DTYPE:
             raise ConfigurationError(f"{spec!r}: unknown dtype {dtype!r}: write one of {', '.join(_BYTES_OF_DTYPE)}")
         size = _SIZE.fullmatch(name)
@@ -302,6 +302,14 @@ def _num_parameters(config: ModelConfig) -> int:
     attention = hidden * (config.q_size + 2 * config.kv_size) + config.q_size * hidden
     layer = attention + 3 * hidden * config.intermediate_size + 2 * hidden
     return config.num_layers * layer + _num_end_parameters(config)
+
+
+def _dtype_of(name: str) -> str:
+    """Returns the dtype that the projections of the folder `name` have in memory; the default for other names."""
+    if not Path(name).expanduser().is_dir():
+        return _DEFAULT_DTYPE
+    stored = ModelConfig.from_folder(Path(name).expanduser()).stored
+    return _DEFAULT_DTYPE if stored is None or stored.loaded_bits == 16 else f"int{stored.loaded_bits}"
 
 
 def _num_end_parameters(config: ModelConfig) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.engine.rope_config import RopeConfig, Values
+from cluster.engine.stored_format import StoredFormat
 from cluster.errors import ConfigurationError
 
 AFTER_NORM = -1
@@ -37,6 +38,7 @@ class ModelConfig:
     has_qk_norm: bool = False  # whether each head's query and key are normalized before the rotation
     sliding_windows: tuple[int, ...] = ()  # window of each layer, in tokens; empty: no layer has one
     captured_layers: tuple[int, ...] = ()  # states that steps store: how many layers precede each, or AFTER_NORM
+    stored: StoredFormat | None = None  # how the checkpoint stores quantized projections; None: none are quantized
     mask_token_id: int | None = None  # PARD's `pard_token`: with it as input the model drafts several tokens at once
 
     @property
@@ -127,6 +129,7 @@ class ModelConfig:
             has_mlp_bias=bool(values.get("mlp_bias")),
             has_qk_norm=family.has_qk_norm,
             mask_token_id=None if values.get("pard_token") is None else int(values["pard_token"]),
+            stored=StoredFormat.of(quantization) if (quantization := values.get("quantization_config")) else None,
             sliding_windows=tuple(window or max_position_embeddings for window in windows) if any(windows) else (),
         )
 
@@ -191,10 +194,6 @@ def _refuse_unsupported_options(family: Family, values: Values) -> None:
     for key, value in supported.items():
         if key not in family.bias_options and values.get(key, value) != value:
             raise ValueError(f"{key} {values[key]!r} is not supported; supported: {value!r}")
-    quantization = values.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method")
-        raise ValueError(f"quantization {method!r} is not supported; supported: weights in floating point")
 
 
 def read_json(path: Path) -> dict[str, Any]:

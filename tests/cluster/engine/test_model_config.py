@@ -246,7 +246,14 @@ class TestRefused:
                 {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
                 "by layer type are not supported; supported",
             ),
-            ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantization 'awq' is not supported; supp"),
+            (
+                {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+                "quantization with quant_method 'bitsandbytes', load_in_4bit True is not supported; supported: gptq",
+            ),
+            (
+                {"quantization_config": {"quant_method": "awq", "bits": 4, "version": "gemv"}},
+                "quant_method 'awq', bits 4, version 'gemv' is not supported",
+            ),
             (
                 QWEN_2_5_7B | {"use_sliding_window": True, "layer_types": ["chunked_attention"] * 28},
                 "layer type 'chunked_attention' is not supported; supported: full_attention, sliding_attention",

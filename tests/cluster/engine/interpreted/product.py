@@ -86,7 +86,14 @@ def test_neither_the_tile_nor_the_programs_decide_a_bit(num_outputs: int, num_in
             assert torch.equal(product_by_tiles(x, weight, bias, tile, is_split=is_split), whole)
 
 
-QUANTIZATIONS = [(8, None, 192), (8, None, 96), (4, 32, 544), (4, 64, 192), (4, 128, 256)]  # bits, group, inputs
+QUANTIZATIONS = [
+    (8, None, 192),
+    (8, None, 96),
+    (8, 32, 192),
+    (4, 32, 544),
+    (4, 64, 192),
+    (4, 128, 256),
+]  # bits, group, inputs
 
 
 def quantized(bits: int, group_size: int | None, num_inputs: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
