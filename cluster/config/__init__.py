@@ -136,9 +136,22 @@ class Config(Section):
             )
         if self.draft.drafter == "simulated" and self.target.engine != "simulated":
             raise ValueError(f"{where} has the drafter simulated for target.engine simulated, not {self.target.engine}")
+        if self.draft.in_process_threads == "device":
+            self._device_rounds_can_work()
         if self.draft.cpus is not None:
             raise ValueError(f"{where} leaves the drafter on the target's cores: set target.cpus, not draft.cpus")
         return self
+
+    def _device_rounds_can_work(self) -> None:
+        needed = {
+            "target.engine": (self.target.engine, "torch"),
+            "draft.drafter": (self.draft.drafter, "model"),
+            "speculation.acceptance": (self.speculation.acceptance, "coupled"),
+            "speculation.tree_width": (self.speculation.tree_width, 1),
+        }
+        for setting, (value, supported) in needed.items():
+            if value != supported:
+                raise ValueError(f"draft.in_process_threads device needs {setting} {supported}, not {value}")
 
     @model_validator(mode="after")
     def _host_cpu_can_work(self) -> Config:

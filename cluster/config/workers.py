@@ -206,12 +206,13 @@ class DraftConfig(WorkerConfig):
         "in-process where `outrider serve` finds one target and its draft on a few cores, and host-cpu where the "
         "target has a GPU, `draft.device` is cpu and enough cores are free",
     )
-    in_process_threads: Literal["auto", "shared", "own"] = Field(
+    in_process_threads: Literal["auto", "shared", "own", "device"] = Field(
         "auto",
         description="with placement in-process: shared, it drafts in the target's thread while that waits for it, "
         "with `threads` threads (null: 1, or the target's for a draft that reads 8 MB per step); own, in a "
-        "thread of its own, with `threads` or 1, and may run ahead; auto: own if draft and target have different "
-        "devices, otherwise shared",
+        "thread of its own, with `threads` or 1, and may run ahead; device: in the steps of a target on a GPU, which "
+        "are launched before the host has read the previous ones (a draft model on the same GPU, chains only; it has "
+        "not run on a GPU yet); auto: own if draft and target have different devices, otherwise shared",
     )
     drafter: DrafterName = Field(
         "model",

@@ -93,14 +93,34 @@ class Burst:
         The first token is drawn from `logits`, and the others from steps over `block_tables`. The block tables need
         room for the input of each step: `num_tokens[i] - 1` tokens. Every number of tokens must be at least 1.
         """
-        num_rows = len(requests)
         table = table_of(requests, self._vocab_size, self._device)
+        firsts = [request.first_index for request in requests]
+        drawn: list[list[int]] = self.draw(logits, table, firsts, block_tables, num_tokens).tolist()
+        return [row[:count] for row, count in zip(drawn, num_tokens, strict=True)]
+
+    @torch.inference_mode()
+    def draw(
+        self,
+        logits: torch.Tensor,
+        table: RowTable,
+        firsts: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+        num_tokens: Sequence[int],
+        shifts: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Returns new tokens on the device, int64 [num_rows, max(num_tokens)], valid until the next call.
+
+        `table` has a row for each row of `logits`, without penalties and biases. `firsts`: index in its sequence of the
+        token that each row draws. `shifts`, int64 [num_rows]: how much lower each of these is; the table is shifted
+        already. Other arguments as in `run`. Does not wait for the device.
+        """
+        num_rows = len(firsts)
         ids, _ = draw(logits, table, 1)
         self._tokens[:num_rows, :1].copy_(ids)
         num_steps = max(num_tokens) - 1
         if num_steps:
             size = self._sizes[bisect_left(self._sizes, num_rows)]
-            self._begin(ids[:, 0], table, requests, block_tables, num_tokens)
+            self._begin(ids[:, 0], table, firsts, block_tables, num_tokens, shifts)
             for numbers in (self._inputs.positions, self._ends):  # clear the rows that pad the step to its size
                 numbers[num_rows:size].fill_(0)
             self._table.rows[num_rows:size, HAS_FILTER].fill_(0)  # a step without filters has no cuts for them
@@ -108,26 +128,28 @@ class Burst:
             step = self._steps[size, table.has_filter]
             for _ in range(num_steps):
                 step()
-        drawn: list[list[int]] = self._tokens[:num_rows, : num_steps + 1].tolist()
-        return [row[:count] for row, count in zip(drawn, num_tokens, strict=True)]
+        return self._tokens[:num_rows, : num_steps + 1]
 
     def _begin(
         self,
         ids: torch.Tensor,
         table: RowTable,
-        requests: Sequence[SampleRequest],
+        firsts: Sequence[int],
         block_tables: Sequence[Sequence[int]],
         num_tokens: Sequence[int],
+        shifts: torch.Tensor | None,
     ) -> None:
         """Sets the inputs of the first step: each token of `ids` at the position for which it was drawn."""
-        inputs, num_rows = self._inputs, len(requests)
+        inputs, num_rows = self._inputs, len(firsts)
         width = max(map(len, block_tables))
         state = np.zeros((num_rows, 2 + width), dtype=np.int64)
-        for row, request, blocks, count in zip(state, requests, block_tables, num_tokens, strict=True):
-            row[0] = request.first_index
-            row[1] = request.first_index + count - 1
+        for row, first, blocks, count in zip(state, firsts, block_tables, num_tokens, strict=True):
+            row[0] = first
+            row[1] = first + count - 1
             row[2 : 2 + len(blocks)] = blocks
         (on_device,) = copy_to(self._device, [state])
+        if shifts is not None:
+            on_device[:, :2] -= shifts[:, None]
         inputs.token_ids[:num_rows].copy_(ids)
         inputs.positions[:num_rows].copy_(on_device[:, 0])
         self._ends[:num_rows].copy_(on_device[:, 1])

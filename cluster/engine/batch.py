@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -66,6 +66,40 @@ class Batch:
     block_tables: torch.Tensor  # [num_segments, longest table], zero beyond a segment's table
     paths: torch.Tensor | None  # [num_tokens, longest path]: nodes, then -1; all -1 in chains; None: no trees
     max_rows: int  # rows of the largest segment
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """Parts of a step's input that are on the device, and that the host does not know yet.
+
+    A token `-1 - i` of a segment stands for `token_ids[i]`. Segment i begins `shifts[i]` places earlier than it says;
+    None: all segments begin where they say.
+    """
+
+    token_ids: torch.Tensor  # int64 [num_unread]
+    shifts: torch.Tensor | None = None  # int64 [num_segments]
+
+    def tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Returns `token_ids`, in any shape, with unread tokens in the places that stand for them."""
+        return torch.where(token_ids < 0, self.token_ids[(-1 - token_ids).clamp(min=0)], token_ids)
+
+    def resolve(self, batch: Batch, block_size: int) -> Batch:
+        """Returns the real input of `batch`, which has no trees."""
+        batch = replace(batch, token_ids=self.tokens(batch.token_ids))
+        if self.shifts is None:
+            return batch
+        num_rows, num_segments = len(batch.token_ids), len(self.shifts)
+        segments = torch.arange(num_segments, device=self.shifts.device)
+        segments = segments.repeat_interleave(batch.row_starts.diff(), output_size=num_rows)  # of each row
+        positions = batch.positions - self.shifts[segments]
+        blocks = batch.block_tables[segments, positions // block_size]
+        return replace(
+            batch,
+            positions=positions,
+            slots=blocks * block_size + positions % block_size,
+            context_lens=batch.context_lens - self.shifts,
+            prefix_lens=batch.prefix_lens - self.shifts,
+        )
 
 
 def pack(segments: Sequence[Segment], block_size: int, device: torch.device) -> Batch:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 
 import torch
 
 from cluster.config.workers import DEFAULT_KV_CACHE_BYTES, LayerChoice, Numerics, WorkerConfig
-from cluster.engine.batch import Batch, Segment, pack, slots_of
+from cluster.engine.batch import Batch, Segment, Unread, pack, slots_of
 from cluster.engine.blocks import BlockManager
 from cluster.engine.graph_memory import StepModel, graph_bytes, graph_sizes
 from cluster.engine.kv_cache import KVCache, block_bytes
@@ -76,18 +75,16 @@ class ModelRunner:
     def run(
         self,
         segments: Sequence[Segment],
-        choices: torch.Tensor | None = None,
+        unread: Unread | None = None,
         inputs: Callable[[Batch], LayerInputs] | None = None,
     ) -> torch.Tensor:
         """Runs one step. Returns the logits of the segments' logit rows, in order, [num_logit_rows, vocab_size].
 
-        `choices`: tokens on the model's device; a token `-1 - i` of a segment stands for `choices[i]`.
         `inputs`: computes the inputs of the first layer; None: the embeddings of the segments' tokens.
         """
         batch = pack(segments, self.blocks.block_size, self.model.device)
-        if choices is not None:
-            ids = batch.token_ids
-            batch = replace(batch, token_ids=torch.where(ids < 0, choices[(-1 - ids).clamp(min=0)], ids))
+        if unread is not None:
+            batch = unread.resolve(batch, self.blocks.block_size)
         return self.model.forward(batch, None if inputs is None else inputs(batch))
 
     def wait(self) -> None:

@@ -28,7 +28,7 @@ class ScheduledSequence(Generic[SequenceT]):
     """One sequence's part of a step."""
 
     sequence: SequenceT
-    start: int  # index of the first token whose KV this step computes
+    start: int  # index of the first token whose KV this step computes; the highest possible one if it is unread
     num_new_tokens: int  # tokens whose KV this step computes, without drafts
     yields_choices: bool  # True if the step computes the last token, so that the next can be chosen
     drafts: Drafts = field(default_factory=Drafts)  # drafts after the last committed token that this step verifies
@@ -101,8 +101,7 @@ class Scheduler(Generic[SequenceT]):
     waits before all others of its priority until it is computed again. Its output stays the same, because its noise
     depends only on positions.
 
-    A step may be scheduled before the previous one has ended, if neither has drafts. The tokens of the previous step
-    are then unread.
+    A step may be scheduled before the previous one has ended. The tokens of the previous step are then unread.
 
     `running` and `waiting` are each ordered by priority, and within a priority by arrival.
     """
@@ -168,8 +167,8 @@ class Scheduler(Generic[SequenceT]):
     def schedule(self, drafts_of: Callable[[SequenceT], Drafts]) -> list[ScheduledSequence[SequenceT]]:
         """Returns the next step: every decoding sequence's token, then drafts, then prefill, within the token budget.
 
-        Counts the new tokens as computed and the choices as unread. The caller calls `advance` for each part of a step
-        that has ended, or removes its sequence.
+        Counts the new tokens and drafts as computed and the choices as unread. The caller calls `advance` for each part
+        of a step that has ended, or removes its sequence.
 
         `drafts_of` returns the drafts of a sequence that have arrived. While prompts wait, drafts get at most half of
         the remaining budget, so that drafts cannot starve prefill. `pace` divides the rest among the prompts; prompts
@@ -200,19 +199,18 @@ class Scheduler(Generic[SequenceT]):
             step += [_schedule(s, chunk, NO_DRAFTS) for s, chunk in zip(sequences, chunks, strict=True) if chunk]
         return step
 
-    def advance(self, scheduled: ScheduledSequence[SequenceT], num_accepted: int = 0) -> None:
-        """Ends one part of a step: counts its accepted drafts as computed, and its choices as read.
+    def advance(self, scheduled: ScheduledSequence[SequenceT], num_accepted: int = 0, num_committed: int = 0) -> None:
+        """Ends one part of a step: its choices are read, and its rejected drafts do not count as computed.
 
-        The caller has committed them before."""
-        sequence = scheduled.sequence
-        sequence.num_unread_tokens -= scheduled.yields_choices
+        The caller has committed the last `num_committed` tokens before."""
+        sequence, num_drafts = scheduled.sequence, len(scheduled.drafts)
+        sequence.num_unread_tokens -= scheduled.num_choices
         if not sequence.block_table:  # it was preempted when the next step was scheduled
             return
-        # Accepted drafts after an end-of-sequence token are not committed.
-        num_accepted = min(num_accepted, len(sequence.token_ids) - scheduled.end)
-        sequence.num_computed_tokens += num_accepted
-        num_computed = scheduled.end + num_accepted
-        self._blocks.cache(sequence.block_table, sequence.token_ids, num_computed, sequence.cache_root)
+        num_accepted = min(num_accepted, num_committed)  # drafts after an end-of-sequence token are not committed
+        sequence.num_computed_tokens -= num_drafts - num_accepted
+        end = len(sequence.token_ids) - num_committed if scheduled.yields_choices else scheduled.end
+        self._blocks.cache(sequence.block_table, sequence.token_ids, end + num_accepted, sequence.cache_root)
 
     def readings(self) -> Iterator[Reading]:
         """Any thread."""
@@ -246,7 +244,7 @@ class Scheduler(Generic[SequenceT]):
 
     def _place(self, drafts: Drafts, sequence: Sequence, *, may_grow: bool) -> Drafts:
         """Allocates blocks for drafts of `sequence`. Returns the part of `drafts` for which there is room."""
-        blocks, length = self._blocks, len(sequence.token_ids)
+        blocks, length = self._blocks, sequence.num_tokens
         if may_grow and blocks.grow(sequence.block_table, length + len(drafts)):
             return drafts
         num_blocks = len(sequence.block_table) + (blocks.num_available_blocks if may_grow else 0)
@@ -269,12 +267,13 @@ def watermark(num_blocks: int) -> int:
 
 
 def _schedule(sequence: SequenceT, num_new_tokens: int, drafts: Drafts) -> ScheduledSequence[SequenceT]:
-    """Returns the part of a step that computes `num_new_tokens` tokens of `sequence`, and counts them as computed."""
+    """Returns the part of a step that computes `num_new_tokens` tokens of `sequence`; counts it as computed."""
     start = sequence.num_computed_tokens
     yields_choices = start + num_new_tokens == sequence.num_tokens
-    sequence.num_computed_tokens += num_new_tokens
-    sequence.num_unread_tokens += yields_choices
-    return ScheduledSequence(sequence, start, num_new_tokens, yields_choices, drafts)
+    part = ScheduledSequence(sequence, start, num_new_tokens, yields_choices, drafts)
+    sequence.num_computed_tokens += num_new_tokens + len(drafts)
+    sequence.num_unread_tokens += part.num_choices
+    return part
 
 
 def _priority(sequence: Sequence) -> int:

@@ -21,8 +21,8 @@ class Sequence:
     blocks of `block_table`, or a scheduled step computes it; while a sequence decodes, all tokens except the last are
     computed. Later slots may contain the KV of rejected drafts; these slots are written again before they are read.
 
-    If a step is scheduled before the previous one has ended, `num_unread_tokens` tokens follow `token_ids` that the
-    host does not know yet.
+    If a step is scheduled before the previous one has ended, at most `num_unread_tokens` tokens follow `token_ids` that
+    the host does not know yet. As many as possible are counted until the previous step ends.
     """
 
     token_ids: list[int]
@@ -34,7 +34,7 @@ class Sequence:
     cache_root: bytes | None = None  # KV is shared only between sequences with the same root
     first_unscored: int | None = None  # first prompt token that is not scored yet; None: prompt tokens are not scored
     num_computed_tokens: int = 0
-    num_unread_tokens: int = 0  # tokens that scheduled steps choose, until the steps have ended
+    num_unread_tokens: int = 0  # tokens that scheduled steps choose at most, until the steps have ended
     num_preemptions: int = 0
     block_table: MutableSequence[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -42,7 +42,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens, including those that the host does not know yet."""
+        """Maximum number of tokens, including those that the host does not know yet."""
         return len(self.token_ids) + self.num_unread_tokens
 
     @property
@@ -51,8 +51,8 @@ class Sequence:
 
     @property
     def will_end(self) -> bool:
-        """True if the unread tokens end the sequence, whichever tokens they are."""
-        return self.num_unread_tokens > 0 and self.num_tokens >= self.max_len
+        """True if the unread tokens end the sequence, whichever and how many they are."""
+        return self.num_unread_tokens > 0 and len(self.token_ids) + 1 >= self.max_len
 
     @property
     def is_scoring(self) -> bool:
@@ -62,7 +62,7 @@ class Sequence:
     @property
     def max_useful_drafts(self) -> int:
         """Maximum number of drafts that could be committed before `max_len`, after a place for the bonus token."""
-        return max(0, min(self.num_speculative_tokens, self.max_len - len(self.token_ids) - 1))
+        return max(0, min(self.num_speculative_tokens, self.max_len - self.num_tokens - 1))
 
     def commit(self, token_ids: Tokens[int]) -> int:
         """Appends `token_ids` up to the end of the sequence. Returns the number of appended tokens."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -47,6 +49,9 @@ from cluster.transport.dialing import Dialer
 from cluster.vllm.compatibility import TARGET, V2_TARGET, check
 from cluster.vllm.engine_args import set_environment, wants_v2_runner
 
+if TYPE_CHECKING:
+    from cluster.targets.device_speculator import DeviceSpeculator  # needs Triton
+
 logger = logging.getLogger(__name__)
 
 # A draft model that reads fewer bytes of weights per step runs on one thread by default. More threads gain less than
@@ -73,8 +78,11 @@ def _torch(config: Config, fingerprint: str, progress: Progress | None) -> Targe
     target = config.target
     loaded = load_weights(target, dtype_on_cpu=torch.bfloat16, progress=progress, numerics=target.numerics)
     pool: LinkPool
-    states = None
-    if config.drafts_in_process and config.draft.reads_states:
+    states = speculator = None
+    if config.drafts_in_process and config.draft.in_process_threads == "device":
+        runner, speculator = _with_speculator(config, loaded)
+        pool = _pool(config, fingerprint)
+    elif config.drafts_in_process and config.draft.reads_states:
         states, pool = _with_heads(config, loaded)
         runner = states.runner
     elif config.drafts_in_process:
@@ -85,7 +93,7 @@ def _torch(config: Config, fingerprint: str, progress: Progress | None) -> Targe
         check_invariance(runner)
     rejection = _rejection(config, runner) if config.speculation.acceptance == "rejection" else None
     limits = StepLimits.of(target, runner.model.config.resolve_max_model_len(target.max_model_len))
-    return TorchTarget(target.model, runner, limits, pool, _speculation(config, pool), rejection, states)
+    return TorchTarget(target.model, runner, limits, pool, _speculation(config, pool), rejection, states, speculator)
 
 
 def _without_draft(loaded: LoadedModel, target: TargetConfig) -> ModelRunner:
@@ -111,6 +119,33 @@ def _with_drafter(config: Config, loaded: LoadedModel) -> tuple[ModelRunner, InP
         reads_much=draft_runner.model.num_bytes_read >= _BYTES_FOR_ALL_THREADS,
     )
     return runner, pool
+
+
+def _with_speculator(config: Config, loaded: LoadedModel) -> tuple[ModelRunner, DeviceSpeculator]:
+    """Returns the target's runner, and the speculator that drafts in its steps. Raises ConfigurationError."""
+    target, draft, device = config.target, config.draft, loaded.weights.device
+    setting = "draft.in_process_threads device"
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        raise ConfigurationError(f"{setting} needs a GPU and Triton: set it to auto")
+    from cluster.drafters.burst import Burst
+    from cluster.targets.device_speculator import DeviceSpeculator
+
+    if draft_vocabulary(config) is not None:
+        raise ConfigurationError(f"{setting} needs a draft with the target's tokens: set it to auto")
+    weights = load_draft_weights(config, target=loaded)
+    if weights.weights.device != device:
+        raise ConfigurationError(f"{setting} needs the draft on the target's GPU: set draft.device to cuda")
+    # The blocks of a sequence are the same in both caches.
+    draft = draft.model_copy(update={"block_size": target.block_size, "kv_cache_bytes": None})
+    of_target, _ = kv_cache_budgets(target, loaded, draft, weights)
+    runner = ModelRunner.with_cache(loaded, target, of_target)
+    bytes_per_block = block_bytes(weights.config, draft.block_size, weights.weights.dtype)
+    draft_runner = ModelRunner.with_cache(weights, draft, runner.blocks.num_blocks * bytes_per_block)
+    limits = StepLimits.of(draft, draft_runner.model.config.resolve_max_model_len(draft.max_model_len))
+    burst = Burst.of(draft_runner, limits)
+    if burst is None:
+        raise ConfigurationError(f"{setting}: Triton's kernels do not compute the draft: set it to auto")
+    return runner, DeviceSpeculator(runner, draft_runner, burst, limits, config.speculation)
 
 
 def _with_heads(config: Config, loaded: LoadedModel) -> tuple[TargetStates, InProcessPool]:

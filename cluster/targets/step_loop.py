@@ -63,8 +63,9 @@ class StepLoop(Target):
 
     A subclass runs the forward pass, computes log-probabilities, moves KV, and measures steps before the first request.
 
-    With `launches_ahead`, a step without drafts is launched before the choices of the previous step are read, so the
-    device does not wait for the host. The ends of sequences are then seen a step late, and their last choices dropped.
+    With `launches_ahead`, a step without drafts of draft workers is launched before the choices of the previous step
+    are read, so the device does not wait for the host. The ends of sequences are then seen a step late, and their last
+    choices dropped.
     """
 
     launches_ahead = False  # requires a device that computes while the host goes on
@@ -93,13 +94,11 @@ class StepLoop(Target):
         self._scheduler: Scheduler[Generation] = Scheduler(blocks, limits, max_scored_tokens)
         self._generations: dict[str, Generation] = {}  # by request ID
         self._submitted: list[GenerationRequest] = []
-        self._request_times = RequestTimes()
         self._aborted: set[str] = set()
         self._wake = threading.Condition()
         self._stopping = False
-        self._step_times = {kind: StepTime() for kind in ("prefill", "verify", "decode")}
         self._heartbeat = Heartbeat()
-        self._num_committed_tokens = 0
+        self._forget_trials()
         self._num_failed_steps = 0
         self._num_failed_in_row = 0
         self._launched: _LaunchedStep | None = None  # launched ahead; its choices are unread
@@ -126,6 +125,10 @@ class StepLoop(Target):
     @abstractmethod
     def _time_step(self, num_rows: int) -> float | None:
         """Runs a step of `num_rows` rows before the first request. Returns its seconds; None if the step cannot run."""
+
+    def _drafts_of(self, generation: Generation, collected: Mapping[SpeculativeSequence, Drafts]) -> Drafts:
+        """Returns the drafts for `generation` in the next step. `collected`: those of the draft workers."""
+        return collected.get(generation.speculative, NO_DRAFTS)
 
     def _recovers(self) -> bool:
         """Returns True if the engine can run steps after a failed step."""
@@ -230,6 +233,12 @@ class StepLoop(Target):
             self._coordinator.know_step_times(times)
             self._scheduler.pace.know(times)
 
+    def _forget_trials(self) -> None:
+        """Resets the metrics of requests and steps."""
+        self._request_times = RequestTimes()
+        self._step_times = {kind: StepTime() for kind in ("prefill", "verify", "decode")}
+        self._num_committed_tokens = 0
+
     def run_step(self, publish: Publish) -> bool:
         """Runs one step in the caller's thread, for a target that was not started.
 
@@ -263,7 +272,9 @@ class StepLoop(Target):
 
     def _start_step(self, drafts: Mapping[SpeculativeSequence, Drafts], publish: Publish) -> _LaunchedStep | None:
         """Schedules and launches a step with `drafts`. Returns None if there is nothing to do, or if it failed."""
-        step = self._scheduler.schedule(lambda g: self._allowed(g, drafts.get(g.speculative, NO_DRAFTS)))
+        step = self._scheduler.schedule(
+            lambda generation: self._allowed(generation, self._drafts_of(generation, drafts))
+        )
         if not step:
             return None
         launched_at = self._clock()
@@ -376,7 +387,7 @@ class StepLoop(Target):
             num_accepted = len(chosen) - 1
             num_committed = generation.commit(chosen)
             # The KV of accepted drafts stays. Rejected drafts need no cleanup: their slots do not count as computed.
-            self._scheduler.advance(scheduled, num_accepted)
+            self._scheduler.advance(scheduled, num_accepted, num_committed)
             self._num_committed_tokens += num_committed
             committed = chosen[:num_committed]
             rows = [end_row - len(scheduled.drafts) - 1 + node for node in path[:num_committed]]

@@ -5,30 +5,41 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from cluster.config.speculation import SpeculationConfig
 from cluster.constraints import UNCONSTRAINED
 from cluster.coordination.base import LinkPool
+from cluster.coordination.coordinator import StepTiming
+from cluster.coordination.sequence import Round, SpeculativeSequence
 from cluster.drafters.target_states import ComputedSequence, TargetStates
-from cluster.engine.batch import Segment
+from cluster.engine.batch import Segment, Unread
 from cluster.engine.limits import StepLimits
+from cluster.engine.prompt_pace import PromptPart
 from cluster.engine.runner import ModelRunner
 from cluster.errors import InvalidRequestError
 from cluster.logprobs import TokenLogprobs
 from cluster.speculation.device_copy import HostCopy
-from cluster.speculation.drafts import path_to
-from cluster.speculation.sampling import Sampler, SampleRequest
+from cluster.speculation.drafts import Drafts
+from cluster.speculation.noise import NoiseKey
+from cluster.speculation.params import SamplingParams
+from cluster.speculation.sampling import Sampler
 from cluster.speculation.scoring import token_logprobs
-from cluster.speculation.token_counts import TokenCounts
-from cluster.targets.base import GenerationRequest, TargetModel
+from cluster.targets.base import GenerationOutput, GenerationRequest, TargetModel
 from cluster.targets.rejection import RejectionSampler
 from cluster.targets.step_loop import ReadChoices, StepLoop
+from cluster.targets.step_sampling import logits_of_choices, sample_requests
 from cluster.targets.token_generator import Generation, Scheduled
 
+if TYPE_CHECKING:
+    from cluster.targets.device_speculator import DeviceSpeculator  # needs Triton, which builds for CPUs lack
+
 logger = logging.getLogger(__name__)
+
+_TRIED_STEPS = 4  # least steps with each depth before the first request: the first may compile
 
 
 class TorchTarget(StepLoop):
@@ -43,14 +54,19 @@ class TorchTarget(StepLoop):
         speculation: SpeculationConfig,
         rejection: RejectionSampler | None = None,
         states: TargetStates | None = None,
+        speculator: DeviceSpeculator | None = None,
     ) -> None:
-        """`rejection`: decides acceptance; None: coupled acceptance. `states`: read by the pool's drafter."""
+        """`rejection`: decides acceptance; None: coupled acceptance. `states`: read by the pool's drafter.
+
+        `speculator`: drafts in the steps of `runner`; the pool then has no draft workers.
+        """
         dtype, config = str(runner.model.dtype).removeprefix("torch."), runner.model.config
         model = TargetModel(name, dtype, config.vocab_size, config.eos_token_ids)
         super().__init__(model, limits, runner.blocks, pool, speculation)
         self._runner = runner
         self._sampler = Sampler(runner.model.device)
         self._rejection = rejection
+        self._speculator = speculator
         self._logits = torch.empty(0)  # logits of the step
         self._choices: torch.Tensor | None = None  # choices of the step, on the device
         self._choice_of: dict[Generation, int] = {}  # index in `_choices`, if there are no drafts
@@ -68,30 +84,56 @@ class TorchTarget(StepLoop):
             )
         super().submit(request)
 
-    def _launch(self, step: Sequence[Scheduled]) -> ReadChoices:
-        is_ahead = any(part.has_unread_input for part in step)
-        segments = [part.segment(self._unread_choice(part)) for part in step]
-        self._logits = self._runner.run(segments, self._choices if is_ahead else None)
-        logits = _of_choices(self._logits, step)
-        requests = [
-            row
-            for scheduled in step
-            if scheduled.yields_choices
-            for row in _sample_requests(
-                scheduled, scheduled.sequence.count(self._runner.model.device, self.model.vocab_size)
+    def profile(self) -> None:
+        super().profile()
+        if self._speculator is None:
+            return
+        for depth in self._speculator.trial_depths():
+            params, num_tokens = SamplingParams(temperature=0.0), _TRIED_STEPS * (1 + depth)
+            self.submit(
+                GenerationRequest(f"trial of depth {depth}", [0], 1, params, NoiseKey(0, 0), num_tokens, True, depth)
             )
-        ]
+            while self.run_step(lambda outputs: None):
+                pass
+        self._forget_trials()
+
+    def _launch(self, step: Sequence[Scheduled]) -> ReadChoices:
+        if self._speculator is not None:
+            self._logits, read = self._speculator.launch(step)
+            return read
+        segments = [part.segment(self._unread_choice(part)) for part in step]
+        unread = None if self._choices is None else Unread(self._choices)
+        self._logits = self._runner.run(segments, unread if any(part.has_unread_input for part in step) else None)
+        logits = logits_of_choices(self._logits, step)
+        requests = sample_requests(step, self.model.vocab_size, self._runner.model.device)
         ids = self._sampler.best_tokens(logits, requests, 1)[0].flatten() if requests else logits.new_empty(0)
         copy, rejection = HostCopy(ids), self._rejection
-        self._choices, self._choice_of = ids, {}
         if self.launches_ahead:
             choosing = (part.sequence for part in step if part.yields_choices)
-            self._choice_of = {sequence: index for index, sequence in enumerate(choosing)}
+            self._choices, self._choice_of = ids, {sequence: index for index, sequence in enumerate(choosing)}
         return copy.read if rejection is None else lambda: rejection.revise(copy.read(), logits, step)
 
     def _unread_choice(self, part: Scheduled) -> int | None:
         """Returns what stands for the input of `part` (`ModelRunner.run`) if it is a choice of the previous step."""
         return -1 - self._choice_of[part.sequence] if part.has_unread_input else None
+
+    def _drafts_of(self, generation: Generation, collected: Mapping[SpeculativeSequence, Drafts]) -> Drafts:
+        if self._speculator is None:
+            return super()._drafts_of(generation, collected)
+        return self._speculator.drafts_of(generation)
+
+    def _commit(self, step: Sequence[Scheduled], choices: Sequence[int]) -> tuple[list[Round], list[GenerationOutput]]:
+        rounds, outputs = super()._commit(step, choices)
+        if self._speculator is not None:
+            self._speculator.committed(rounds)
+        return rounds, outputs
+
+    def _time(
+        self, step: Sequence[Scheduled], prompts: Sequence[PromptPart], num_rows: int, seconds: float
+    ) -> StepTiming:
+        if self._speculator is not None:
+            self._speculator.ended(num_rows, seconds, is_pure=not prompts)
+        return super()._time(step, prompts, num_rows, seconds)
 
     def _computed_sequences(self) -> dict[int, ComputedSequence]:
         return {
@@ -108,6 +150,8 @@ class TorchTarget(StepLoop):
     def _forget(self, generation: Generation) -> None:
         if self._rejection is not None:
             self._rejection.forget(generation)
+        if self._speculator is not None:
+            self._speculator.forget(generation)
 
     def _keep(self, block_table: Sequence[int], start: int, nodes: Sequence[int]) -> None:
         self._runner.keep(block_table, start, nodes)
@@ -122,44 +166,3 @@ class TorchTarget(StepLoop):
         self._runner.wait()
         blocks.free(block_table)
         return time.perf_counter() - started_at
-
-
-def _of_choices(logits: torch.Tensor, step: Sequence[Scheduled]) -> torch.Tensor:
-    """Returns the rows of `logits` that yield choices: all rows except those that only score prompt tokens."""
-    if not any(scheduled.num_scored for scheduled in step):
-        return logits
-    rows: list[int] = []
-    end = 0
-    for scheduled in step:
-        end += scheduled.num_logits
-        rows.extend(range(end - scheduled.num_choices, end))
-    return logits[rows]
-
-
-def _sample_requests(scheduled: Scheduled, counts: TokenCounts | None) -> Iterable[SampleRequest]:
-    """Yields sample requests for the rows of `scheduled`: one for a chain, one for each row of a tree.
-
-    `counts`: token counts of the sequence, for penalties.
-    """
-    generation = scheduled.sequence
-    allowed = None if generation.constraint is None else generation.constraint.masks(scheduled.drafts)
-
-    def asked(draft_token_ids: Sequence[int], rows: slice) -> SampleRequest:
-        return SampleRequest(
-            params=generation.request.params,
-            noise_key=generation.request.noise_key,
-            token_ids=generation.token_ids,
-            draft_token_ids=draft_token_ids,
-            num_prompt_tokens=generation.num_prompt_tokens,
-            num_rows=rows.stop - rows.start,
-            position_shift=int(scheduled.has_unread_input),
-            allowed=None if allowed is None else allowed[rows],
-            counts=counts,
-        )
-
-    token_ids, parents = scheduled.drafts.token_ids, scheduled.drafts.parents
-    if parents is None:
-        yield asked(token_ids, slice(0, scheduled.num_choices))
-    else:
-        for node in range(-1, len(token_ids)):
-            yield asked([token_ids[i] for i in path_to(node, parents)], slice(node + 1, node + 2))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cluster.speculation.acceptance_model import SequenceAcceptance
-from cluster.speculation.device_depths import DeviceDepths
+from cluster.speculation.device_depths import DEPTHS, DeviceDepths
 from cluster.vllm.constraints import is_constrained
 from cluster.vllm.coupling import Coupling
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from cluster.vllm.scheduler import EngineStep
 
-DEPTHS = (0, 1, 2, 4, 7, 15)  # depths tried at start
 TRIED_STEPS = 3 * len(DEPTHS)  # each depth three times: the first step may compile
 
 

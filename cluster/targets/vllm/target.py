@@ -31,6 +31,7 @@ from cluster.errors import (
 )
 from cluster.model_folder import resolve_model_folder
 from cluster.placement.place import Place
+from cluster.speculation.device_depths import DEPTHS
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.targets.base import (
@@ -59,7 +60,7 @@ from cluster.telemetry.metrics import Reading
 from cluster.vllm.adapter_folder import BaseModel
 from cluster.vllm.constraints import to_extra_args
 from cluster.vllm.coupling import Coupling
-from cluster.vllm.device_rounds import DEPTHS, TRIED_STEPS
+from cluster.vllm.device_rounds import TRIED_STEPS
 from cluster.vllm.engine_args import (
     COUPLED_SAMPLING,
     allow_bias,

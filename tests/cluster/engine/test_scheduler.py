@@ -31,9 +31,8 @@ def run(scheduler: Scheduler, step: list[ScheduledSequence], num_accepted: int =
     """Applies a step to its sequences: the target accepts `num_accepted` drafts of each."""
     for scheduled in step:
         accepted = min(num_accepted, len(scheduled.drafts))
-        if scheduled.yields_choices:
-            scheduled.sequence.commit([7] * (accepted + 1))
-        scheduler.advance(scheduled, accepted)
+        committed = scheduled.sequence.commit([7] * (accepted + 1)) if scheduled.yields_choices else 0
+        scheduler.advance(scheduled, accepted, committed)
 
 
 def assert_sound(scheduler: Scheduler, step: list[ScheduledSequence]) -> None:
