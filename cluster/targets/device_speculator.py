@@ -1,9 +1,9 @@
 """Rounds on the device: every step verifies drafts and makes the next ones.
 
-A step is launched as one sequence of device work, of which the host waits for nothing: the target's forward pass, its
-choices, their comparison with the drafts, and the draft model's steps. The next step can be launched before the host
-knows what was accepted. Its input is on the device, and its places are the highest that are possible, less the number
-of rejected drafts (`Unread`).
+A step is launched without waiting for the device: the target's forward pass, its choices, their comparison with the
+drafts, and the draft model's steps. The next step can be launched before the host knows what was accepted. Its input is
+on the device. The host gives it the highest possible places, and the device subtracts the number of rejected drafts
+(`Unread`).
 
 The draft's KV is in the same blocks as the target's, in a cache of as many blocks. It is complete as long as every step
 of a sequence drafts. After a step without drafts the sequence gets no more drafts.
@@ -44,10 +44,9 @@ class _Sequence:
 class _Input:
     """Numbers about a step, int64 on the device. n sequences choose a token."""
 
-    previous: (
-        torch.Tensor
-    )  # [num_parts]: index of each part's sequence in the last round; of others a last, further one
-    previous_of_choosing: torch.Tensor  # [n]: the same
+    # Index of each part's sequence in the last round if its input is unread, otherwise one after the last index.
+    previous: torch.Tensor  # [num_parts]
+    previous_of_choosing: torch.Tensor  # [n]
     sequence_of_row: torch.Tensor  # [num_choices]: index of each choice's sequence
     inputs: torch.Tensor  # [n, 1 + most drafts]: last token and drafts, or stand-ins; then a number that is no token
     rows: torch.Tensor  # [n, 1 + most drafts]: index of the choice after each of `inputs`
@@ -267,7 +266,7 @@ class DeviceSpeculator:
     def _draw_drafts(
         self, logits: torch.Tensor, parts: Sequence[Scheduled], shifts: torch.Tensor, depth: int
     ) -> torch.Tensor:
-        """Returns at most `depth` drafts for each of `parts`, of which `logits` has the rows of their last tokens."""
+        """Returns at most `depth` drafts for each of `parts`. `logits` has a row for the last token of each."""
         firsts = [part.end + len(part.drafts) + 1 for part in parts]  # index of the first draft
         generations = [part.sequence for part in parts]
         requests = [

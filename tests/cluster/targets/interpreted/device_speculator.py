@@ -141,7 +141,7 @@ def test_same_tokens(is_perfect: bool, ahead: bool, folders: tuple[Path, Path], 
 
 
 def test_ends_and_neighbours_that_need_the_host(folders: tuple[Path, Path]) -> None:
-    """A stop token among accepted drafts, and a request with log-probabilities and one with penalties beside it."""
+    """A stop token among accepted drafts, with log-probabilities and penalties of other requests."""
     plain = [request(seed, 5, 9) for seed in range(2)]
     others = [
         replace(request(2, 4, 4), num_logprobs=1),
