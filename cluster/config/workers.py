@@ -202,9 +202,9 @@ class DraftConfig(WorkerConfig):
         description="pool: every target uses every draft worker; sidecar: `replicas` draft workers with each target, "
         "on its host and for it alone; host-cpu: a sidecar with `device` cpu, on cores of the host that its target "
         "does not use; in-process: a drafter in each target's process, and no draft workers (with vLLM on its V2 "
-        "runner: on the target's GPU); auto: pool, but "
-        "in-process where `outrider serve` finds one target and its draft on a few cores, and host-cpu where the "
-        "target has a GPU, `draft.device` is cpu and enough cores are free",
+        "runner: on the target's GPU); auto: pool, but in-process where `outrider serve` finds one target and its "
+        "draft on one GPU or on a few cores, and host-cpu where the target has a GPU, `draft.device` is cpu and enough "
+        "cores are free",
     )
     in_process_threads: Literal["auto", "shared", "own", "device"] = Field(
         "auto",

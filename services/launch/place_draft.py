@@ -13,6 +13,7 @@ from services.launch.host_cores import num_target_cores, read_cores
 
 # The measured cases: models of the PyTorch engine, and drafters that compute hardly anything.
 _DRAFTERS = ("model", "self-int4", "layer-skip", "ngram")
+_MODELS = ("model", "parallel", "self-int4", "layer-skip")  # drafters that compute on a GPU
 _MIN_CORES = 4  # for the draft alone; with fewer it gains hardly anything over the core that it shares in a pool
 
 
@@ -35,14 +36,18 @@ def _placed(config: Config, placement: str) -> Config:
 
 
 def _shares_gpu(config: Config) -> bool:
-    """Returns True if vLLM's V2 runner can draft on the machine's only GPU, where a draft worker would take turns."""
+    """Returns True if the target's process can draft on the machine's only GPU, where a draft worker would take turns.
+
+    Turns of two processes are long: a draft step of 0.5 ms took 3 to 60 ms on an H200.
+    """
     target, draft = config.target, config.draft
-    has_v2_runner = os.environ.get(V2_RUNNER, "1") == "1" and config.needs_v1_runner is None
-    if target.engine != "vllm" or not has_v2_runner or draft.drafter != "model":
-        return False
     is_alone = (target.replicas, draft.replicas, target.tensor_parallel_size) == (1, 1, 1)
-    shares = is_alone and draft.device != "cpu" and target_has_gpu(config) and _num_gpus() == 1
-    return shares and _fits_in_vllm(config)
+    if not is_alone or draft.device == "cpu" or not target_has_gpu(config) or _num_gpus() != 1:
+        return False
+    if target.engine == "torch":
+        return draft.drafter in _MODELS
+    has_v2_runner = os.environ.get(V2_RUNNER, "1") == "1" and config.needs_v1_runner is None
+    return target.engine == "vllm" and has_v2_runner and draft.drafter == "model" and _fits_in_vllm(config)
 
 
 def _fits_in_vllm(config: Config) -> bool:

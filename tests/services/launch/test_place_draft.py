@@ -84,6 +84,26 @@ def test_a_draft_that_shares_the_gpu_of_a_vllm_target_is_in_its_process(
 
 
 @pytest.mark.parametrize(
+    ("num_gpus", "settings", "placement"),
+    [
+        (1, [], "in-process"),
+        (1, ["draft.drafter=self-int4"], "in-process"),
+        (1, ["draft.drafter=ngram"], "pool"),
+        (1, ["draft.device=cpu"], "pool"),
+        (1, ["target.replicas=2"], "pool"),
+        (2, [], "pool"),
+    ],
+)
+def test_a_draft_that_shares_the_gpu_of_our_engine_is_in_its_process(
+    num_gpus: int, settings: list[str], placement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_num_gpus", lambda: num_gpus)
+    monkeypatch.setattr(module, "read_cores", lambda: [Core((cpu,)) for cpu in range(2)])
+    config, _ = place_draft(load_config(None, ["target.device=cuda", *settings]))
+    assert config.draft.placement == placement
+
+
+@pytest.mark.parametrize(
     "make", [lambda folder: padded(DRAFT, folder, [None]), lambda folder: without_tokens(DRAFT, folder, ["Ġthe"])]
 )
 def test_a_draft_whose_vocabulary_vllm_refuses_is_in_a_pool(
