@@ -2,9 +2,9 @@
 
 `steps` times steps, draft levels and sampling of random models of published shapes, as targets and draft workers
 compute them (`bench.gpu_steps`). `cluster` compares clusters with the draft in the target's process with `vllm serve`,
-and counts the tokens that differ under speculation in invariant bfloat16 (`bench.gpu_vllm --engine torch`, which also
-takes all further arguments). DIR has `target`, `draft` and `wide-draft`, as `bench.models` writes them. Both write
-their part of one file, and what is measured is written at once.
+and counts the tokens that differ under speculation in invariant bfloat16, with `draft` only. Other arguments go to
+`bench.gpu_vllm`. DIR has `target`, `draft` and `wide-draft`, as `bench.models` writes them. Both write to one file,
+after each measurement.
 """
 
 from __future__ import annotations
@@ -83,17 +83,17 @@ def measure_clusters(pair: Path, further: Sequence[str]) -> Iterator[Part]:
 
 def table(document: Part) -> str:
     """Tables of what `document` has: steps, draft levels, and clusters as ratios to `vllm serve`."""
-    lines = ["| model | form | numerics | sequences x rows | context | ms | over its bound |", "| --- " * 7 + "|"]
+    lines = ["| model | form | numerics | sequences x rows | context | ms | ms / bound |", "| --- " * 7 + "|"]
     for step in document.get("steps", ()):
         lines.append(
             f"| {step['model']} | {step['form']} | {step['numerics']} | {step['sequences']} x {step['rows']} "
             f"| {step['context']} | {step['step_ms']:.2f} | {step['step_ms'] / step['bound_ms']:.2f} |"
         )
-    lines += ["", "| draft | sequences | ms a level | over its bound |", "| --- " * 4 + "|"]
+    lines += ["", "| draft | sequences | ms per level | ms / bound |", "| --- " * 4 + "|"]
     for level in document.get("levels", ()):
         ratio = level["ms"] / level["bound_ms"]
         lines.append(f"| {level['model']} | {level['sequences']} | {level['ms']:.2f} | {ratio:.2f} |")
-    lines += ["", "| draft | streams | T | k | over vllm serve |", "| --- " * 5 + "|"]
+    lines += ["", "| draft | streams | T | k | tokens/s / vllm serve |", "| --- " * 5 + "|"]
     for cell in document.get("cluster", ()):
         serve = statistics.median(cell["serve"]) if cell["serve"] else float("nan")
         ratio = statistics.median(cell["tokens_per_second"]) / serve
@@ -104,8 +104,8 @@ def table(document: Part) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.gpu", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("part", choices=["steps", "cluster"])
-    parser.add_argument("--pair", type=Path, help="of cluster: folder with `target`, `draft` and `wide-draft`")
-    parser.add_argument("--commit", default="", help="of the code that is measured")
+    parser.add_argument("--pair", type=Path, help="folder with `target`, `draft` and `wide-draft`; for cluster")
+    parser.add_argument("--commit", default="", help="commit of the measured code")
     parser.add_argument("--out", type=Path, default=OUT)
     arguments, further = parser.parse_known_args(argv)
     if arguments.part == "steps" and further:

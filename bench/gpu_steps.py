@@ -65,10 +65,10 @@ DRAFTS: Mapping[str, tuple[Shape, Quantization | None]] = {
     "0.5B": (QWEN_2_5_0_5B, None),
 }
 STEPS = ((1, 1, 1000), (1, 8, 1000), (16, 6, 1000), (64, 1, 1000), (64, 6, 1000), (1, 32, 32_000))
-"Sequences, rows of each, and tokens of each, its rows included."
+"Sequences, rows per sequence, context tokens per sequence."
 PROMPT_CHUNK = (1, 512, 8192)
 _LEVEL_CONTEXT = 1000
-_FEW, _MANY = 2, 10  # tokens of the proposals whose times are compared
+_FEW, _MANY = 2, 10  # lengths of the two proposals that are compared
 _BLOCK_SIZE = 16
 _DTYPE = torch.bfloat16
 _VALUE_BYTES = 2
@@ -91,7 +91,7 @@ class Speeds:
         return cls(2 * num_bytes / copy_ms * 1e3, 2 * size**3 / product_ms * 1e3)
 
     def step_ms(self, model: LoadedModel, num_seqs: int, rows: int, context: int) -> float:
-        """Returns the lower bound of a step of `num_seqs` sequences with `rows` rows each."""
+        """Returns the minimum milliseconds of a step of `num_seqs` sequences with `rows` rows each."""
         config, num_rows = model.config, num_seqs * rows
         hidden, intermediate = config.hidden_size, config.intermediate_size
         sizes = (  # of the projections of a layer, in the order of `LayerWeights.linears`
@@ -110,7 +110,7 @@ class Speeds:
 
 
 class _RandomTensors(TensorReader):
-    """Random weights of any name, as large as a trained model's; norms are ones."""
+    """Random weights (standard deviation 0.02) for any name; norms are ones, biases zeros."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -147,7 +147,7 @@ def measure_steps(
     numerics: Numerics = "fast",
     repeats: int = 20,
 ) -> list[dict[str, Any]]:
-    """Returns the time of each of `steps`, with its sampling at T = 1, and its bound."""
+    """Returns the milliseconds of each of `steps`, with its sampling at T = 1, and its bound."""
     num_blocks = max(n * -(-context // _BLOCK_SIZE) for n, _, context in steps)
     runner = ModelRunner(model, _BLOCK_SIZE, num_blocks, enable_prefix_caching=False)
     runner.model.prepare(max(n * rows for n, rows, _ in steps), max(context for _, _, context in steps))
@@ -183,16 +183,16 @@ def measure_levels(
     name: str,
     model: LoadedModel,
     speeds: Speeds,
-    numbers: Sequence[int] = (1, 64),
+    batch_sizes: Sequence[int] = (1, 64),
     context: int = _LEVEL_CONTEXT,
     repeats: int = 10,
 ) -> list[dict[str, Any]]:
-    """Returns the time of one more draft token for each of `numbers` sequences, and the bound of such a level."""
+    """Returns the milliseconds of a draft level, and its bound, at each batch size in `batch_sizes`."""
     longest = context + 64 * _MANY
-    limits = StepLimits(max_model_len=longest, max_num_seqs=max(numbers), max_num_batched_tokens=4096)
-    num_blocks = max(numbers) * -(-longest // _BLOCK_SIZE)
+    limits = StepLimits(max_model_len=longest, max_num_seqs=max(batch_sizes), max_num_batched_tokens=4096)
+    num_blocks = max(batch_sizes) * -(-longest // _BLOCK_SIZE)
     runner = ModelRunner(model, _BLOCK_SIZE, num_blocks, enable_prefix_caching=False)
-    runner.model.prepare(max(numbers), longest)
+    runner.model.prepare(max(batch_sizes), longest)
     burst = None
     if runner.model.device.type == "cuda":
         from cluster.drafters.burst import Burst  # needs Triton
@@ -200,7 +200,7 @@ def measure_levels(
         burst = Burst.of(runner, limits)
     drafter = ModelDrafter(runner, limits, burst)
     found = []
-    for number in numbers:
+    for number in batch_sizes:
         few, many = (_proposal_ms(drafter, number, context, length, repeats) for length in (_FEW, _MANY))
         level, bound = (many - few) / (_MANY - _FEW), speeds.step_ms(model, number, 1, context)
         found.append({"model": name, "sequences": number, "ms": level, "bound_ms": bound})
@@ -208,7 +208,7 @@ def measure_levels(
 
 
 def _proposal_ms(drafter: ModelDrafter, number: int, context: int, length: int, repeats: int) -> float:
-    """Returns the time of proposals of `length` tokens for `number` sequences, whose drafts are all rejected."""
+    """Returns the milliseconds of proposals of `length` tokens for `number` sequences. All drafts are rejected."""
     sequences = [
         DraftSequence(
             _tokens(index, context, drafter.vocab_size), 1, SamplingParams(), NoiseKey(index, 1), length, window=length
@@ -237,7 +237,7 @@ def _proposal_ms(drafter: ModelDrafter, number: int, context: int, length: int, 
 
 
 def measure_top_p(device: torch.device, num_rows: int = 64, vocab_size: int = 128_256) -> float:
-    """Returns the time of sampling with top-p."""
+    """Returns the milliseconds of sampling with top-p."""
     logits = 3 * torch.randn(num_rows, vocab_size, device=device)
     params = SamplingParams(top_p=0.9)
     requests = [SampleRequest(params, NoiseKey(index, 1), [1], 1) for index in range(num_rows)]

@@ -360,7 +360,7 @@ def _document(
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bench.gpu_vllm", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--pair", type=Path, required=True, help="folder with `target` and `draft`")
-    parser.add_argument("--draft", default="draft", help="its folder in the pair's")
+    parser.add_argument("--draft", default="draft", help="name of the draft's folder in --pair")
     parser.add_argument("--pair-name", default="4.2B + 2M")
     parser.add_argument("--engine", choices=["vllm", "torch"], default="vllm", help="of the cluster's target")
     parser.add_argument("--runner", choices=["V1", "V2"], default="V2", help="of the cluster's target, on vLLM")

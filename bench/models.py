@@ -53,7 +53,7 @@ class Widening:
     old: ModelConfig
     width_factor: int = WIDTH_FACTOR
     intermediate_size: int = INTERMEDIATE_SIZE
-    num_layers: int = 0  # 0: as many as before
+    num_layers: int = 0  # 0: unchanged
 
     @property
     def hidden_size(self) -> int:
@@ -183,7 +183,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--instruct", action="store_true", help="SmolLM2-135M-Instruct from PyPI, and not the pair")
     parser.add_argument("--width-factor", type=int, default=WIDTH_FACTOR, help="of the target's width: a power of 4")
     parser.add_argument("--intermediate-size", type=int, default=INTERMEDIATE_SIZE)
-    parser.add_argument("--layers", type=int, default=0, help="of the target; further layers change nothing")
+    parser.add_argument(
+        "--layers", type=int, default=0, help="of the target, at least its own; added layers change nothing"
+    )
     parser.add_argument(
         "--wide-draft",
         type=lambda text: tuple(int(part) for part in text.split(":")),
@@ -202,7 +204,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     out: Path = arguments.out
     for head in arguments.head:
         if head.name in ("target", "draft", "eagle", WIDE_DRAFT) or not (head / "config.json").is_file():
-            parser.error(f"--head {head}: no folder of a head, or one that is called target, draft or eagle")
+            parser.error(
+                f"--head {head}: not a head's folder, or its name is reserved (target, draft, eagle, {WIDE_DRAFT})"
+            )
     if arguments.instruct:
         make_instruct(out / "instruct")
         print(f"{out}/instruct: SmolLM2-135M-Instruct")

@@ -137,12 +137,12 @@ class Config(Section):
         if self.draft.drafter == "simulated" and self.target.engine != "simulated":
             raise ValueError(f"{where} has the drafter simulated for target.engine simulated, not {self.target.engine}")
         if self.draft.in_process_threads == "device":
-            self._device_rounds_can_work()
+            self._check_device_rounds()
         if self.draft.cpus is not None:
             raise ValueError(f"{where} leaves the drafter on the target's cores: set target.cpus, not draft.cpus")
         return self
 
-    def _device_rounds_can_work(self) -> None:
+    def _check_device_rounds(self) -> None:
         needed = {
             "target.engine": (self.target.engine, "torch"),
             "draft.drafter": (self.draft.drafter, "model"),

@@ -210,9 +210,10 @@ class DraftConfig(WorkerConfig):
         "auto",
         description="with placement in-process: shared, it drafts in the target's thread while that waits for it, "
         "with `threads` threads (null: 1, or the target's for a draft that reads 8 MB per step); own, in a "
-        "thread of its own, with `threads` or 1, and may run ahead; device: in the steps of a target on a GPU, which "
-        "are launched before the host has read the previous ones (a draft model on the same GPU, chains only; it has "
-        "not run on a GPU yet); auto: own if draft and target have different devices, otherwise shared",
+        "thread of its own, with `threads` or 1, and may run ahead; device: the target's steps on a GPU also draft, "
+        "and are launched before the host reads the previous one (engine torch, drafter model on the same GPU, coupled "
+        "acceptance, no trees; not run on a GPU yet); auto: own if draft and target have different devices, otherwise "
+        "shared",
     )
     drafter: DrafterName = Field(
         "model",

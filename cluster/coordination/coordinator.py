@@ -140,9 +140,9 @@ class Coordinator:
         self.stats.other_seconds += time.thread_time() - started_at
 
     def expects_drafts(self, decoding: Sequence[SpeculativeSequence]) -> bool:
-        """Returns True if `collect` may return drafts for the planned step. They follow the tokens of the step before.
+        """Returns True if `collect` may return drafts for the planned step.
 
-        Otherwise the step may start before these tokens are known.
+        If not, the step may start before the previous step's tokens are read.
         """
         return any(s.link is not None and self.planner.verified_depth(s) for s in decoding)
 

@@ -95,11 +95,11 @@ class Burst:
         """
         table = table_of(requests, self._vocab_size, self._device)
         firsts = [request.first_index for request in requests]
-        drawn: list[list[int]] = self.draw(logits, table, firsts, block_tables, num_tokens).tolist()
+        drawn: list[list[int]] = self.draw_on_device(logits, table, firsts, block_tables, num_tokens).tolist()
         return [row[:count] for row, count in zip(drawn, num_tokens, strict=True)]
 
     @torch.inference_mode()
-    def draw(
+    def draw_on_device(
         self,
         logits: torch.Tensor,
         table: RowTable,
@@ -110,9 +110,10 @@ class Burst:
     ) -> torch.Tensor:
         """Returns new tokens on the device, int64 [num_rows, max(num_tokens)], valid until the next call.
 
-        `table` has a row for each row of `logits`, without penalties and biases. `firsts`: index in its sequence of the
-        token that each row draws. `shifts`, int64 [num_rows]: how much lower each of these is; the table is shifted
-        already. Other arguments as in `run`. Does not wait for the device.
+        `table` has a row for each row of `logits`, without penalties and biases. `firsts`: index in its sequence of
+        each row's first token. `shifts`, int64 [num_rows]: amounts to subtract from `firsts`; the table's positions
+        are already reduced. Other arguments as in `run`. Tokens after `num_tokens[i]` are undefined. Does not wait for
+        the device.
         """
         num_rows = len(firsts)
         ids, _ = draw(logits, table, 1)

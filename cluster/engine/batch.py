@@ -72,19 +72,19 @@ class Batch:
 class Unread:
     """Parts of a step's input that are on the device, and that the host does not know yet.
 
-    A token `-1 - i` of a segment stands for `token_ids[i]`. Segment i begins `shifts[i]` places earlier than it says;
-    None: all segments begin where they say.
+    A token `-1 - i` of a segment is a stand-in for `token_ids[i]`. Segment i starts `shifts[i]` positions before its
+    `num_computed_tokens`; None: no shifts.
     """
 
     token_ids: torch.Tensor  # int64 [num_unread]
     shifts: torch.Tensor | None = None  # int64 [num_segments]
 
     def tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Returns `token_ids`, in any shape, with unread tokens in the places that stand for them."""
+        """Returns `token_ids`, in any shape, with each stand-in replaced by its token."""
         return torch.where(token_ids < 0, self.token_ids[(-1 - token_ids).clamp(min=0)], token_ids)
 
     def resolve(self, batch: Batch, block_size: int) -> Batch:
-        """Returns the real input of `batch`, which has no trees."""
+        """Returns `batch` with real tokens and positions. Does not support trees."""
         batch = replace(batch, token_ids=self.tokens(batch.token_ids))
         if self.shifts is None:
             return batch

@@ -53,7 +53,7 @@ class TensorReader:
         """Returns the first of `names` for which the folder has a tensor; None if there is no such tensor."""
         return next((name for name in names if name in self._file_of), None)
 
-    def stored(self, name: str, *shape: int) -> torch.Tensor:
+    def read_raw(self, name: str, *shape: int) -> torch.Tensor:
         """Returns the tensor `name` in its own dtype, on the reader's device; without `shape`, in any shape."""
         return self._mapped(name, *shape).to(self.device)
 

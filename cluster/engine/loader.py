@@ -17,7 +17,7 @@ from cluster.engine.linear import Linear
 from cluster.engine.model import Model, TorchModel
 from cluster.engine.model_config import ModelConfig
 from cluster.engine.quantization import Quantization, QuantizedWeight, quantize
-from cluster.engine.stored_weights import in_floats, read_stored, stacked
+from cluster.engine.stored_weights import read_stored, stack_outputs, to_floats
 from cluster.engine.weights import LayerWeights, ModelWeights, WeightFormat
 from cluster.errors import ConfigurationError
 
@@ -220,14 +220,14 @@ class WeightReader:
 
     def linear(self, *parts: tuple[str, int], in_features: int, has_bias: bool) -> Linear:
         """Returns a single product for several projections of the same input; their weights are stacked by rows."""
-        stored = self._config.stored
+        stored = self._config.stored_format
         weight: torch.Tensor | QuantizedWeight
         if stored is None:
             weight = self._tensors.read([(f"{name}.weight", out) for name, out in parts], in_features)
         else:
-            weight = stacked([read_stored(stored, self._tensors, name, out, in_features) for name, out in parts])
+            weight = stack_outputs([read_stored(stored, self._tensors, name, out, in_features) for name, out in parts])
         if self._quantization is not None:
-            weight = quantize(in_floats(weight), self._quantization)
+            weight = quantize(to_floats(weight), self._quantization)
         bias = self._tensors.read([(f"{name}.bias", out) for name, out in parts]) if has_bias else None
         return self._format.make_linear(weight, bias)
 

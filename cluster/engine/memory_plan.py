@@ -305,10 +305,10 @@ def _num_parameters(config: ModelConfig) -> int:
 
 
 def _dtype_of(name: str) -> str:
-    """Returns the dtype that the projections of the folder `name` have in memory; the default for other names."""
+    """Returns the dtype in memory of the projections in the folder `name`; the default if `name` is no folder."""
     if not Path(name).expanduser().is_dir():
         return _DEFAULT_DTYPE
-    stored = ModelConfig.from_folder(Path(name).expanduser()).stored
+    stored = ModelConfig.from_folder(Path(name).expanduser()).stored_format
     return _DEFAULT_DTYPE if stored is None or stored.loaded_bits == 16 else f"int{stored.loaded_bits}"
 
 

@@ -38,7 +38,9 @@ class ModelConfig:
     has_qk_norm: bool = False  # whether each head's query and key are normalized before the rotation
     sliding_windows: tuple[int, ...] = ()  # window of each layer, in tokens; empty: no layer has one
     captured_layers: tuple[int, ...] = ()  # states that steps store: how many layers precede each, or AFTER_NORM
-    stored: StoredFormat | None = None  # how the checkpoint stores quantized projections; None: none are quantized
+    stored_format: StoredFormat | None = (
+        None  # how the checkpoint stores quantized projections; None: none are quantized
+    )
     mask_token_id: int | None = None  # PARD's `pard_token`: with it as input the model drafts several tokens at once
 
     @property
@@ -129,7 +131,9 @@ class ModelConfig:
             has_mlp_bias=bool(values.get("mlp_bias")),
             has_qk_norm=family.has_qk_norm,
             mask_token_id=None if values.get("pard_token") is None else int(values["pard_token"]),
-            stored=StoredFormat.of(quantization) if (quantization := values.get("quantization_config")) else None,
+            stored_format=StoredFormat.of(quantization)
+            if (quantization := values.get("quantization_config"))
+            else None,
             sliding_windows=tuple(window or max_position_embeddings for window in windows) if any(windows) else (),
         )
 

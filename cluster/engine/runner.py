@@ -80,6 +80,7 @@ class ModelRunner:
     ) -> torch.Tensor:
         """Runs one step. Returns the logits of the segments' logit rows, in order, [num_logit_rows, vocab_size].
 
+        `unread`: input that is only on the device.
         `inputs`: computes the inputs of the first layer; None: the embeddings of the segments' tokens.
         """
         batch = pack(segments, self.blocks.block_size, self.model.device)

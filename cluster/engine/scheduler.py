@@ -35,7 +35,7 @@ class ScheduledSequence(Generic[SequenceT]):
 
     @property
     def has_unread_input(self) -> bool:
-        """True, from the launch of the step until the previous step ends, if that step chooses this step's input."""
+        """True if the input is a choice of the previous step that the host has not read yet."""
         return self.start >= len(self.sequence.token_ids)
 
     @property
@@ -81,9 +81,9 @@ class ScheduledSequence(Generic[SequenceT]):
         parents = self.drafts.parents
         return None if parents is None else [-1, *(parent + 1 for parent in parents)]
 
-    def segment(self, unread: int | None = None) -> Segment:
-        """Returns the input of the step. `unread`: stands for a token that the host does not know yet."""
-        new_tokens = self.sequence.token_ids[self.start : self.end] if unread is None else [unread]
+    def segment(self, stand_in: int | None = None) -> Segment:
+        """Returns the input of the step. `stand_in`: the input token, if it is unread (`Unread`)."""
+        new_tokens = self.sequence.token_ids[self.start : self.end] if stand_in is None else [stand_in]
         return Segment(
             token_ids=[*new_tokens, *self.drafts.token_ids],
             num_computed_tokens=self.start,
@@ -167,8 +167,8 @@ class Scheduler(Generic[SequenceT]):
     def schedule(self, drafts_of: Callable[[SequenceT], Drafts]) -> list[ScheduledSequence[SequenceT]]:
         """Returns the next step: every decoding sequence's token, then drafts, then prefill, within the token budget.
 
-        Counts the new tokens and drafts as computed and the choices as unread. The caller calls `advance` for each part
-        of a step that has ended, or removes its sequence.
+        Counts new tokens and drafts as computed, and choices as unread. When the step ends, the caller calls `advance`
+        for each part or removes the part's sequence.
 
         `drafts_of` returns the drafts of a sequence that have arrived. While prompts wait, drafts get at most half of
         the remaining budget, so that drafts cannot starve prefill. `pace` divides the rest among the prompts; prompts
@@ -200,9 +200,10 @@ class Scheduler(Generic[SequenceT]):
         return step
 
     def advance(self, scheduled: ScheduledSequence[SequenceT], num_accepted: int = 0, num_committed: int = 0) -> None:
-        """Ends one part of a step: its choices are read, and its rejected drafts do not count as computed.
+        """Ends one part of a step: its choices no longer count as unread, its rejected drafts not as computed.
 
-        The caller has committed the last `num_committed` tokens before."""
+        Must be called after the part's `num_committed` tokens are committed.
+        """
         sequence, num_drafts = scheduled.sequence, len(scheduled.drafts)
         sequence.num_unread_tokens -= scheduled.num_choices
         if not sequence.block_table:  # it was preempted when the next step was scheduled
@@ -223,7 +224,7 @@ class Scheduler(Generic[SequenceT]):
         return min(num_left, self._max_scored_tokens) if sequence.is_scoring else num_left
 
     def _make_room(self) -> bool:
-        """Allocates blocks for the committed tokens of every running sequence, oldest first; preempts if needed.
+        """Allocates blocks for all tokens of every running sequence, oldest first; preempts if needed.
 
         Returns False if it had to take blocks back. In this case drafts may only use the blocks that their sequences
         already have.

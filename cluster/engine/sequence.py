@@ -21,8 +21,8 @@ class Sequence:
     blocks of `block_table`, or a scheduled step computes it; while a sequence decodes, all tokens except the last are
     computed. Later slots may contain the KV of rejected drafts; these slots are written again before they are read.
 
-    If a step is scheduled before the previous one has ended, at most `num_unread_tokens` tokens follow `token_ids` that
-    the host does not know yet. As many as possible are counted until the previous step ends.
+    If a step is scheduled before the previous one has ended, up to `num_unread_tokens` unread tokens follow
+    `token_ids`. `num_tokens` and `num_computed_tokens` count all of them until the previous step ends.
     """
 
     token_ids: list[int]
@@ -34,7 +34,7 @@ class Sequence:
     cache_root: bytes | None = None  # KV is shared only between sequences with the same root
     first_unscored: int | None = None  # first prompt token that is not scored yet; None: prompt tokens are not scored
     num_computed_tokens: int = 0
-    num_unread_tokens: int = 0  # tokens that scheduled steps choose at most, until the steps have ended
+    num_unread_tokens: int = 0  # maximum number of tokens that unfinished steps will choose
     num_preemptions: int = 0
     block_table: MutableSequence[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None

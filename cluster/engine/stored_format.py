@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-METHODS = "gptq (4 or 8 bits), awq (4 bits, version gemm), fp8, compressed-tensors (one group of int4, int8 or fp8)"
+METHODS = (
+    "gptq (4 or 8 bits), awq (4 bits, version gemm), fp8, compressed-tensors (one entry of config_groups, symmetric "
+    "int4, int8 or fp8)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,19 +28,17 @@ class StoredFormat:
     zero_offset: int = 0  # to add to the stored zero points
     scale_name: str = "weight_scale"  # name of the scales after that of the projection
     block: tuple[int, int] | None = None  # outputs and inputs that share a scale, if scales are by block
-
-    @property
-    def loaded_bits(self) -> int:
-        """Usual bits of a weight in memory: AWQ has zero points, and FP8 becomes floating point."""
-        return {"awq": 8, "scaled": 16}.get(self.kind, self.bits)
+    loaded_bits: int = 16  # bits of a weight in memory: 16 if it becomes floating point
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> StoredFormat:
         """Returns the format that `quantization_config` describes. Raises ValueError if it is not supported."""
-        found = _READERS.get(config.get("quant_method", ""), _unsupported)(config)
+        try:
+            found = _READERS.get(config.get("quant_method", ""), _unsupported)(config)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"quantization_config lacks a value or has a wrong one: {error!r}") from error
         if found is None:
-            scalars = {key: value for key, value in config.items() if not isinstance(value, (dict, list))}
-            described = ", ".join(f"{key} {value!r}" for key, value in scalars.items())
+            described = ", ".join(f"{key} {value!r}" for key, value in config.items())
             raise ValueError(f"quantization with {described} is not supported; supported: {METHODS}")
         return found
 
@@ -51,13 +52,15 @@ def _gptq(config: Mapping[str, Any]) -> StoredFormat | None:
     if bits not in (4, 8) or layout not in ("gptq", "gptq_v2"):
         return None
     zero_offset = int(layout == "gptq")  # the first version stores zero points less 1
-    return StoredFormat("gptq", bits, _group_size(config["group_size"]), zero_offset)
+    loaded_bits = 16 if config.get("desc_act") else bits if config.get("sym", True) else 8
+    return StoredFormat("gptq", bits, _group_size(config["group_size"]), zero_offset, loaded_bits=loaded_bits)
 
 
 def _awq(config: Mapping[str, Any]) -> StoredFormat | None:
     if config.get("bits", config.get("w_bit")) != 4 or config.get("version", "gemm").lower() != "gemm":
         return None
-    return StoredFormat("awq", 4, _group_size(config.get("group_size", config.get("q_group_size", 128))))
+    group_size = _group_size(config.get("group_size", config.get("q_group_size", 128)))
+    return StoredFormat("awq", 4, group_size, loaded_bits=8)  # values minus zero points do not fit in 4 bits
 
 
 def _fp8(config: Mapping[str, Any]) -> StoredFormat:
@@ -76,13 +79,16 @@ def _compressed_tensors(config: Mapping[str, Any]) -> StoredFormat | None:
     if not weights.get("symmetric", True):
         return None
     if layout == "pack-quantized" and bits in (4, 8) and strategy in ("group", "channel"):
-        return StoredFormat("packed", bits, weights["group_size"] if strategy == "group" else None)
+        group_size = weights["group_size"] if strategy == "group" else None
+        return StoredFormat("packed", bits, group_size, loaded_bits=16 if weights.get("actorder") else bits)
     if layout not in ("float-quantized", "int-quantized", "naive-quantized") or bits != 8:
         return None
     if strategy == "block":
         outputs, inputs = weights["block_structure"]
         return StoredFormat("scaled", block=(int(outputs), int(inputs)))
-    return StoredFormat("scaled") if strategy in ("channel", "tensor") else None
+    if strategy not in ("channel", "tensor"):
+        return None
+    return StoredFormat("scaled", loaded_bits=8 if weights.get("type") == "int" else 16)
 
 
 def _group_size(size: int) -> int | None:

@@ -21,7 +21,7 @@ from cluster.speculation.acceptance_model import PositionRates, SequenceAcceptan
 
 FloatArray = npt.NDArray[np.float64]
 
-DEPTHS = (0, 1, 2, 4, 7, 15)  # depths tried at start
+TRIAL_DEPTHS = (0, 1, 2, 4, 7, 15)  # depths tried at start
 _KEEP = 0.995  # decay of the sums per step: about the last 200 steps count
 _TRIED_STEPS = 20.0  # constant weight, in steps, of all steps tried at start: only these covered every depth
 _MOST_OVER = 3.0  # a disturbed step counts as at most this many times its predicted seconds

@@ -5,8 +5,9 @@ drafts, and the draft model's steps. The next step can be launched before the ho
 on the device. The host gives it the highest possible places, and the device subtracts the number of rejected drafts
 (`Unread`).
 
-The draft's KV is in the same blocks as the target's, in a cache of as many blocks. It is complete as long as every step
-of a sequence drafts. After a step without drafts the sequence gets no more drafts.
+The draft has its own KV cache, with the target's block tables. After a step without drafts a sequence's KV there is
+incomplete, so the sequence gets no more drafts. A hit in the prefix cache may bring incomplete KV of such a sequence:
+then its drafts are poor.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from cluster.engine.limits import StepLimits
 from cluster.engine.runner import ModelRunner
 from cluster.speculation.acceptance_model import SequenceAcceptance
 from cluster.speculation.device_copy import HostCopy, Words, copy_to
-from cluster.speculation.device_depths import DEPTHS, DeviceDepths
+from cluster.speculation.device_depths import TRIAL_DEPTHS, DeviceDepths
 from cluster.speculation.drafts import NO_DRAFTS, Drafts
 from cluster.speculation.sampling import SampleRequest
 from cluster.speculation.triton_sampler import POSITION, draw, table_of
@@ -35,20 +36,20 @@ from cluster.targets.token_generator import Generation, Scheduled
 
 
 @dataclass(slots=True)
-class _Sequence:
+class _DraftState:
     acceptance: SequenceAcceptance
-    is_whole: bool = True  # whether the draft's cache has all tokens of the sequence
+    has_full_kv: bool = True  # whether every step of the sequence drafted
 
 
 @dataclass(frozen=True, slots=True)
 class _Input:
-    """Numbers about a step, int64 on the device. n sequences choose a token."""
+    """Index tensors of a step, int64 on the device; n sequences yield choices."""
 
-    # Index of each part's sequence in the last round if its input is unread, otherwise one after the last index.
+    # Index of each part's sequence in the last round if its input is unread, else `len(last.index)`: no shift.
     previous: torch.Tensor  # [num_parts]
     previous_of_choosing: torch.Tensor  # [n]
     sequence_of_row: torch.Tensor  # [num_choices]: index of each choice's sequence
-    inputs: torch.Tensor  # [n, 1 + most drafts]: last token and drafts, or stand-ins; then a number that is no token
+    inputs: torch.Tensor  # [n, 1 + most drafts]: last token and drafts, or stand-ins, padded with vocab_size
     rows: torch.Tensor  # [n, 1 + most drafts]: index of the choice after each of `inputs`
     num_drafts: torch.Tensor  # [n]
 
@@ -61,9 +62,9 @@ class _LaunchedRound:
     tokens: torch.Tensor  # int64 [n + n * depth]: the last token of each sequence, then the drafts after it
     rejected: torch.Tensor  # int64 [n]: number of rejected drafts
     depth: int = 0  # drafts made for each sequence
-    is_drafted: Sequence[bool] = ()
+    has_drafts: Sequence[bool] = ()
     drafts: list[list[int]] = field(default_factory=list)  # the drafts; empty until they are read
-    stand_ins: list[tuple[Drafts, int]] = field(default_factory=list)  # drafts of the next step, until they are read
+    next_stand_ins: list[tuple[Drafts, int]] = field(default_factory=list)  # those of the next step, to be filled in
 
 
 class DeviceSpeculator:
@@ -78,21 +79,24 @@ class DeviceSpeculator:
         self._target, self._draft, self._burst, self._limits = target, draft, burst, limits
         self._device = target.model.device
         self._max_depth = config.max_speculative_tokens
-        self._chosen = config.num_speculative_tokens
+        self._chosen_depth = config.num_speculative_tokens
         self._is_fixed = config.controller == "fixed"
-        self._depths = DeviceDepths(self._max_depth, self._chosen)
-        self._sequences: dict[SpeculativeSequence, _Sequence] = {}
+        self._depths = DeviceDepths(self._max_depth, self._chosen_depth)
+        self._sequences: dict[SpeculativeSequence, _DraftState] = {}
         self._is_trying = False
         self._ended_depth = 0  # drafts that the last ended step made for each sequence
         nothing = torch.zeros(1, dtype=torch.int64, device=self._device)
         self._last = _LaunchedRound({}, nothing, nothing[:0])
 
     def trial_depths(self) -> Iterator[int]:
-        """Yields depths. The caller runs steps with each before it asks for the next, before the first request."""
+        """Yields depths to time before the first request; none with a fixed controller.
+
+        The caller runs steps at each depth before it takes the next one.
+        """
         if self._is_fixed:
             return
         self._is_trying = True
-        yield from (depth for depth in DEPTHS if depth <= self._max_depth)
+        yield from (depth for depth in TRIAL_DEPTHS if depth <= self._max_depth)
         self._depths.tried()
         self._is_trying = False
 
@@ -100,7 +104,7 @@ class DeviceSpeculator:
         """Returns the drafts for the next step, or stand-ins for them until they are read."""
         last = self._last
         index = last.index.get(generation)
-        if index is None or not last.is_drafted[index]:
+        if index is None or not last.has_drafts[index]:
             return NO_DRAFTS
         number = min(self._wanted(generation), last.depth)
         if last.drafts:
@@ -112,7 +116,7 @@ class DeviceSpeculator:
     def launch(self, step: Sequence[Scheduled]) -> tuple[torch.Tensor, ReadChoices]:
         """Launches `step` and the drafts after it. Returns the step's logits, and the function that reads its choices.
 
-        That function also replaces the stand-ins in the step's drafts by the drafts.
+        That function also fills in the stand-ins that the next step uses for its drafts.
         """
         last, choosing = self._last, [part for part in step if part.yields_choices]
         nothing_rejected = last.rejected.new_zeros(1)
@@ -131,7 +135,7 @@ class DeviceSpeculator:
         bonus = chosen.gather(1, num_accepted[:, None])[:, 0]
         before = inputs.gather(1, num_accepted[:, None])[:, 0]
         new_rejected = on_device.num_drafts - num_accepted
-        last.stand_ins = [
+        last.next_stand_ins = [
             (part.drafts, last.index[part.sequence]) for part in choosing if part.has_unread_input and part.drafts
         ]
         depth = self._next_depth(step)
@@ -152,19 +156,19 @@ class DeviceSpeculator:
             num_choices = len(numbers) - len(choosing) * made.depth
             found, self._ended_depth = numbers[num_choices:], made.depth
             made.drafts = [found[first : first + made.depth] for first in range(0, len(found), made.depth or 1)]
-            for drafts, index in made.stand_ins:
+            for drafts, index in made.next_stand_ins:
                 drafts.token_ids = made.drafts[index][: len(drafts)]
             return numbers[:num_choices]
 
         return logits, read
 
-    def committed(self, rounds: Sequence[Round]) -> None:
+    def observe_rounds(self, rounds: Sequence[Round]) -> None:
         """Learns acceptance from the rounds of a step."""
         for sequence, drafts, chosen in rounds:
             if drafts and sequence in self._sequences and not self._is_trying:
                 self._sequences[sequence].acceptance.observe(len(drafts), len(chosen) - 1)
 
-    def ended(self, num_rows: int, seconds: float, *, is_pure: bool) -> None:
+    def observe_step(self, num_rows: int, seconds: float, *, is_pure: bool) -> None:
         """Learns the time of the step that was read last. `is_pure`: it computed no prompts."""
         if is_pure:
             self._depths.observe(num_rows, self._ended_depth, seconds)
@@ -197,7 +201,7 @@ class DeviceSpeculator:
         return _Input(*copy_to(self._device, [*numbers, inputs, rows, num_drafts]))
 
     def _choose(self, logits: torch.Tensor, step: Sequence[Scheduled], shifts: torch.Tensor) -> torch.Tensor:
-        """Returns the target's choices, [num_rows]. `shifts`: how much lower the position of each row is."""
+        """Returns the target's choices, [num_rows]. `shifts`: amounts to subtract from the rows' positions."""
         table = table_of(sample_requests(step, logits.shape[1], self._device), logits.shape[1], self._device)
         table.rows[:, POSITION] -= shifts
         return draw(logits, table, 1)[0].flatten()
@@ -205,13 +209,13 @@ class DeviceSpeculator:
     def _next_depth(self, step: Sequence[Scheduled]) -> int:
         """Returns the number of drafts to make after `step`."""
         generations = [part.sequence for part in step]
-        free = [self._of(g).acceptance for g in generations if g.request.num_speculative_tokens is None]
+        free = [self._state_of(g).acceptance for g in generations if g.request.num_speculative_tokens is None]
         if free and not self._is_fixed:
-            self._chosen = self._depths.next_depth(free)
-        depth = max((self._wanted(g) for g in generations if self._of(g).is_whole), default=0)
+            self._chosen_depth = self._depths.next_depth(free)
+        depth = max((self._wanted(g) for g in generations if self._state_of(g).has_full_kv), default=0)
         if not depth:
             for generation in generations:
-                self._of(generation).is_whole = False
+                self._state_of(generation).has_full_kv = False
         return depth
 
     def _make_drafts(
@@ -225,17 +229,17 @@ class DeviceSpeculator:
     ) -> None:
         """Runs the draft over the new tokens of `step`, and adds at most `depth` drafts for each sequence to `made`.
 
-        `before`, int64 [n]: the token before the last one of each sequence. `shifts`, int64 [n]: how much lower its
-        places are than the highest possible ones.
+        `before`, int64 [n]: the token before the last one of each sequence. `shifts`, int64 [n]: amounts to subtract
+        from the planned positions.
         """
         num_choosing = len(choosing)
         segments: list[Segment] = []
         shift_of: list[int] = []  # for each segment, an index in `shifts`, or one after its end: no shift
         drafted: list[int] = []
         for part in step:
-            state, index = self._of(part.sequence), made.index.get(part.sequence)
-            state.is_whole &= self._has_room(part, depth) and len(drafted) < self._burst.max_rows
-            if not state.is_whole:
+            state, index = self._state_of(part.sequence), made.index.get(part.sequence)
+            state.has_full_kv &= self._reserve_blocks(part, depth) and len(drafted) < self._burst.max_rows
+            if not state.has_full_kv:
                 continue
             table = part.sequence.block_table
             tokens = part.sequence.token_ids[part.start : part.end]
@@ -247,7 +251,7 @@ class DeviceSpeculator:
             if part.num_new_tokens > 1:
                 segments.append(Segment([*tokens, last], part.start, table, num_logits=1))
                 shift_of.append(num_choosing)
-            else:  # the last draft may not be computed yet
+            else:  # the draft's cache may lack the last accepted draft, so it is computed again
                 segments.append(Segment([-1 - index, last], part.end + len(part.drafts) - 1, table, num_logits=1))
                 shift_of.append(index)
             drafted.append(index)
@@ -261,7 +265,7 @@ class DeviceSpeculator:
             made.depth = drawn.shape[1]
             drafts = drawn.new_zeros(num_choosing, made.depth).index_copy_(0, indices, drawn)
             made.tokens = torch.cat([made.tokens, drafts.flatten()])
-            made.is_drafted = [index in set(drafted) for index in range(num_choosing)]
+            made.has_drafts = [index in set(drafted) for index in range(num_choosing)]
 
     def _draw_drafts(
         self, logits: torch.Tensor, parts: Sequence[Scheduled], shifts: torch.Tensor, depth: int
@@ -283,10 +287,10 @@ class DeviceSpeculator:
         table.rows[:, POSITION] -= shifts
         numbers = [max(1, min(depth, self._wanted(generation))) for generation in generations]
         tables = [generation.block_table for generation in generations]
-        return self._burst.draw(logits, table, firsts, tables, numbers, shifts)
+        return self._burst.draw_on_device(logits, table, firsts, tables, numbers, shifts)
 
-    def _has_room(self, part: Scheduled, depth: int) -> bool:
-        """Returns True if `part` can be drafted for: without penalties, and with blocks for `depth` drafts."""
+    def _reserve_blocks(self, part: Scheduled, depth: int) -> bool:
+        """Allocates blocks for `depth` drafts. Returns False if `part` gets none (penalties, `logit_bias`, no room)."""
         params = part.sequence.request.params
         if params.has_penalty or params.logit_bias or not self._wanted(part.sequence):
             return False
@@ -300,11 +304,11 @@ class DeviceSpeculator:
     def _wanted(self, generation: Generation) -> int:
         """Returns the number of drafts that `generation` should get."""
         asked = generation.request.num_speculative_tokens
-        return min(self._chosen if asked is None else asked, self._max_depth)
+        return min(self._chosen_depth if asked is None else asked, self._max_depth)
 
-    def _of(self, generation: Generation) -> _Sequence:
+    def _state_of(self, generation: Generation) -> _DraftState:
         sequence = self._sequences.get(generation.speculative)
         if sequence is None:
             acceptance = self._depths.acceptance(generation.request.params.temperature)
-            sequence = self._sequences[generation.speculative] = _Sequence(acceptance)
+            sequence = self._sequences[generation.speculative] = _DraftState(acceptance)
         return sequence

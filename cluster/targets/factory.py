@@ -126,12 +126,12 @@ def _with_speculator(config: Config, loaded: LoadedModel) -> tuple[ModelRunner, 
     target, draft, device = config.target, config.draft, loaded.weights.device
     setting = "draft.in_process_threads device"
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        raise ConfigurationError(f"{setting} needs a GPU and Triton: set it to auto")
+        raise ConfigurationError(f"{setting} needs a GPU and Triton: set in_process_threads to auto")
     from cluster.drafters.burst import Burst
     from cluster.targets.device_speculator import DeviceSpeculator
 
     if draft_vocabulary(config) is not None:
-        raise ConfigurationError(f"{setting} needs a draft with the target's tokens: set it to auto")
+        raise ConfigurationError(f"{setting} needs a draft with the target's tokens: set in_process_threads to auto")
     weights = load_draft_weights(config, target=loaded)
     if weights.weights.device != device:
         raise ConfigurationError(f"{setting} needs the draft on the target's GPU: set draft.device to cuda")
@@ -144,7 +144,9 @@ def _with_speculator(config: Config, loaded: LoadedModel) -> tuple[ModelRunner, 
     limits = StepLimits.of(draft, draft_runner.model.config.resolve_max_model_len(draft.max_model_len))
     burst = Burst.of(draft_runner, limits)
     if burst is None:
-        raise ConfigurationError(f"{setting}: Triton's kernels do not compute the draft: set it to auto")
+        raise ConfigurationError(
+            f"{setting}: Triton's kernels do not support draft.model {draft.model}: set in_process_threads to auto"
+        )
     return runner, DeviceSpeculator(runner, draft_runner, burst, limits, config.speculation)
 
 

@@ -63,9 +63,9 @@ class StepLoop(Target):
 
     A subclass runs the forward pass, computes log-probabilities, moves KV, and measures steps before the first request.
 
-    With `launches_ahead`, a step without drafts of draft workers is launched before the choices of the previous step
-    are read, so the device does not wait for the host. The ends of sequences are then seen a step late, and their last
-    choices dropped.
+    With `launches_ahead`, a step is launched before the choices of the previous step are read, unless draft workers
+    draft or a request needs the host. So the device does not wait for the host. The end of a sequence is then detected
+    a step late; the extra choices are dropped.
     """
 
     launches_ahead = False  # requires a device that computes while the host goes on
@@ -98,18 +98,21 @@ class StepLoop(Target):
         self._wake = threading.Condition()
         self._stopping = False
         self._heartbeat = Heartbeat()
-        self._forget_trials()
+        self._reset_metrics()
         self._num_failed_steps = 0
         self._num_failed_in_row = 0
-        self._launched: _LaunchedStep | None = None  # launched ahead; its choices are unread
-        self._landed_at = 0.0  # when the choices of the last step were read
+        self._launched_ahead: _LaunchedStep | None = None  # launched ahead; its choices are unread
+        self._last_read_at = 0.0  # when the choices of the last step were read
         self._thread: threading.Thread | None = None
 
     # Engine-specific parts; called from the step loop's thread.
 
     @abstractmethod
     def _launch(self, step: Sequence[Scheduled]) -> ReadChoices:
-        """Starts the step. The inputs that are unread are choices of the step that was launched before."""
+        """Starts the step. Returns a function that waits for its choices.
+
+        Unread inputs are choices of the previous step.
+        """
 
     @abstractmethod
     def _score(self, rows: Sequence[int], token_ids: Sequence[int], width: int) -> TokenLogprobs:
@@ -233,7 +236,7 @@ class StepLoop(Target):
             self._coordinator.know_step_times(times)
             self._scheduler.pace.know(times)
 
-    def _forget_trials(self) -> None:
+    def _reset_metrics(self) -> None:
         """Resets the metrics of requests and steps."""
         self._request_times = RequestTimes()
         self._step_times = {kind: StepTime() for kind in ("prefill", "verify", "decode")}
@@ -258,14 +261,14 @@ class StepLoop(Target):
             any(generation.needs_host for generation in self._scheduler.running)
             or self._coordinator.expects_drafts(decoding)
         )
-        previous = self._launched
+        previous = self._launched_ahead
         if launches_ahead:
-            self._launched = self._start_step({}, publish)
+            self._launched_ahead = self._start_step({}, publish)
             self._end_step(previous, publish)
             running = {generation.speculative for generation in self._scheduler.running}
             self._coordinator.collect([sequence for sequence in decoding if sequence in running])
         elif previous is not None:  # the next step follows the tokens of this one
-            self._launched = None
+            self._launched_ahead = None
             self._end_step(previous, publish)
         else:
             self._end_step(self._start_step(self._coordinator.collect(decoding), publish), publish)
@@ -298,11 +301,11 @@ class StepLoop(Target):
             else:
                 self._num_failed_in_row = 0
                 rounds, outputs = self._commit(launched.parts, choices)
-                seconds = self._clock() - max(launched.launched_at, self._landed_at)
+                seconds = self._clock() - max(launched.launched_at, self._last_read_at)
                 timing = self._time(launched.parts, launched.prompts, len(choices), seconds)
-            self._landed_at = self._clock()
+            self._last_read_at = self._clock()
             if not self._generations:
-                self._launched = None  # all its sequences have ended
+                self._launched_ahead = None  # all its sequences have ended
         # Admit new requests before notifying the drafters: the same message then opens the admitted ones, so drafters
         # compute the prompts during the target's prefill.
         self._take_commands(publish)
@@ -328,11 +331,11 @@ class StepLoop(Target):
             raise error
         logger.error("a step of %d sequences failed; they end with an error", len(step), exc_info=error)
         told = InternalError(f"the step that computed it failed: {first_line(error)}")
-        failed = [part.sequence for part in step if self._is_running(part.sequence)]
+        failed = [part.sequence for part in step if self._has_not_ended(part.sequence)]
         self._release(*failed)
         return [GenerationOutput(generation.request.request_id, (), None, 0, 0, error=told) for generation in failed]
 
-    def _is_running(self, generation: Generation) -> bool:
+    def _has_not_ended(self, generation: Generation) -> bool:
         return self._generations.get(generation.request.request_id) is generation
 
     def _joining(self) -> list[SpeculativeSequence]:
@@ -368,7 +371,7 @@ class StepLoop(Target):
         start = first_row = 0
         for scheduled in step:
             generation = scheduled.sequence
-            if not self._is_running(generation):  # it ended after this step was launched
+            if not self._has_not_ended(generation):  # it ended after this step was launched
                 start += scheduled.num_choices
                 first_row += scheduled.num_logits
                 continue

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_TRIED_STEPS = 4  # least steps with each depth before the first request: the first may compile
+_STEPS_PER_DEPTH = 4  # least steps with each depth before the first request: the first may compile
 
 
 class TorchTarget(StepLoop):
@@ -89,13 +89,13 @@ class TorchTarget(StepLoop):
         if self._speculator is None:
             return
         for depth in self._speculator.trial_depths():
-            params, num_tokens = SamplingParams(temperature=0.0), _TRIED_STEPS * (1 + depth)
+            params, num_tokens = SamplingParams(temperature=0.0), _STEPS_PER_DEPTH * (1 + depth)
             self.submit(
                 GenerationRequest(f"trial of depth {depth}", [0], 1, params, NoiseKey(0, 0), num_tokens, True, depth)
             )
             while self.run_step(lambda outputs: None):
                 pass
-        self._forget_trials()
+        self._reset_metrics()
 
     def _launch(self, step: Sequence[Scheduled]) -> ReadChoices:
         if self._speculator is not None:
@@ -114,7 +114,7 @@ class TorchTarget(StepLoop):
         return copy.read if rejection is None else lambda: rejection.revise(copy.read(), logits, step)
 
     def _unread_choice(self, part: Scheduled) -> int | None:
-        """Returns what stands for the input of `part` (`ModelRunner.run`) if it is a choice of the previous step."""
+        """Returns the stand-in (`Unread`) for the input of `part`; None if the host knows the input."""
         return -1 - self._choice_of[part.sequence] if part.has_unread_input else None
 
     def _drafts_of(self, generation: Generation, collected: Mapping[SpeculativeSequence, Drafts]) -> Drafts:
@@ -125,14 +125,14 @@ class TorchTarget(StepLoop):
     def _commit(self, step: Sequence[Scheduled], choices: Sequence[int]) -> tuple[list[Round], list[GenerationOutput]]:
         rounds, outputs = super()._commit(step, choices)
         if self._speculator is not None:
-            self._speculator.committed(rounds)
+            self._speculator.observe_rounds(rounds)
         return rounds, outputs
 
     def _time(
         self, step: Sequence[Scheduled], prompts: Sequence[PromptPart], num_rows: int, seconds: float
     ) -> StepTiming:
         if self._speculator is not None:
-            self._speculator.ended(num_rows, seconds, is_pure=not prompts)
+            self._speculator.observe_step(num_rows, seconds, is_pure=not prompts)
         return super()._time(step, prompts, num_rows, seconds)
 
     def _computed_sequences(self) -> dict[int, ComputedSequence]:

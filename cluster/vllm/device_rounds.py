@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cluster.speculation.acceptance_model import SequenceAcceptance
-from cluster.speculation.device_depths import DEPTHS, DeviceDepths
+from cluster.speculation.device_depths import TRIAL_DEPTHS, DeviceDepths
 from cluster.vllm.constraints import is_constrained
 from cluster.vllm.coupling import Coupling
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from cluster.vllm.scheduler import EngineStep
 
-TRIED_STEPS = 3 * len(DEPTHS)  # each depth three times: the first step may compile
+TRIED_STEPS = 3 * len(TRIAL_DEPTHS)  # each depth three times: the first step may compile
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class DeviceRounds:
         """Returns the number of drafts to make in the next scheduled step. `requests`: running and waiting requests."""
         if self._is_trying:
             self._num_tried += 1
-            return min(DEPTHS[self._num_tried % len(DEPTHS)], self._max_depth)
+            return min(TRIAL_DEPTHS[self._num_tried % len(TRIAL_DEPTHS)], self._max_depth)
         sequences = [self._sequence(request) for request in requests]
         free = [sequence.acceptance for sequence in sequences if sequence.asked is None]
         if free and not self._is_fixed:

@@ -49,7 +49,7 @@ def test_steps_are_measured_with_their_bounds() -> None:
 def test_levels_of_quantized_drafts_have_a_lower_bound(quantization: Quantization | None) -> None:
     model = gpu_steps.random_model(SMALL, CPU, quantization=quantization)
     plain = gpu_steps.random_model(SMALL, CPU)
-    levels = gpu_steps.measure_levels("small", model, SPEEDS, numbers=(1, 2), context=24, repeats=3)
+    levels = gpu_steps.measure_levels("small", model, SPEEDS, batch_sizes=(1, 2), context=24, repeats=3)
     assert [level["sequences"] for level in levels] == [1, 2]
     assert (levels[0]["bound_ms"] < SPEEDS.step_ms(plain, 1, 1, 24)) == (quantization is not None)
 

@@ -31,7 +31,7 @@ from cluster.errors import (
 )
 from cluster.model_folder import resolve_model_folder
 from cluster.placement.place import Place
-from cluster.speculation.device_depths import DEPTHS
+from cluster.speculation.device_depths import TRIAL_DEPTHS
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.targets.base import (
@@ -209,7 +209,7 @@ class VllmTarget(Target):
         # their steps may commit several tokens.
         num_tokens = STEPS + self._config.speculation.max_speculative_tokens + 1
         if self._drafts_on_device:
-            num_tokens = TRIED_STEPS * max(DEPTHS) // 2
+            num_tokens = TRIED_STEPS * max(TRIAL_DEPTHS) // 2
         params = VllmSamplingParams(
             temperature=0.0,
             max_tokens=min(

@@ -56,10 +56,10 @@ def integers(
     return values, scales, zeros, groups
 
 
-def gptq(bits: int, *, symmetric: bool = True, offset: int = 1, has_order: bool = False) -> Callable[..., Stored]:
+def gptq(bits: int, *, symmetric: bool = True, offset: int = 1, desc_act: bool = False) -> Callable[..., Stored]:
     def store(weight: torch.Tensor) -> Stored:
         generator = torch.Generator().manual_seed(weight.shape[1])
-        order = torch.randperm(weight.shape[1], generator=generator) if has_order else None
+        order = torch.randperm(weight.shape[1], generator=generator) if desc_act else None
         values, scales, zeros, groups = integers(weight, bits, symmetric=symmetric, order=order)
         tensors = {
             "qweight": pack(values, bits).T.contiguous(),
@@ -123,7 +123,7 @@ KINDS = {
     "gptq, asymmetric": Kind(
         _GPTQ | {"sym": False, "checkpoint_format": "gptq_v2"}, gptq(4, symmetric=False, offset=0)
     ),
-    "gptq, desc_act": Kind(_GPTQ | {"desc_act": True}, gptq(4, has_order=True)),
+    "gptq, desc_act": Kind(_GPTQ | {"desc_act": True}, gptq(4, desc_act=True)),
     "awq": Kind({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}, awq),
     "fp8 in blocks": Kind(
         {"quant_method": "fp8", "weight_block_size": [48, 64], "activation_scheme": "dynamic"},

@@ -35,6 +35,11 @@ def run(scheduler: Scheduler, step: list[ScheduledSequence], num_accepted: int =
         scheduler.advance(scheduled, accepted, committed)
 
 
+def num_useful_drafts(sequence: Sequence) -> int:
+    """Returns `max_useful_drafts` as it was before the step was scheduled."""
+    return max(0, min(sequence.num_speculative_tokens, sequence.max_len - len(sequence.token_ids) - 1))
+
+
 def assert_sound(scheduler: Scheduler, step: list[ScheduledSequence]) -> None:
     """Asserts the invariants of every step."""
     assert sum(s.num_new_tokens + len(s.drafts) for s in step) <= scheduler._limits.max_num_batched_tokens
@@ -47,9 +52,8 @@ def assert_sound(scheduler: Scheduler, step: list[ScheduledSequence]) -> None:
         assert scheduled.num_new_tokens > 0
         assert sequence in scheduler.running
         assert segment.context_len <= len(sequence.block_table) * BLOCK_SIZE
-        assert (
-            max(depths_of(scheduled.drafts.parents or chain(len(scheduled.drafts))), default=0)
-            <= sequence.max_useful_drafts
+        assert max(depths_of(scheduled.drafts.parents or chain(len(scheduled.drafts))), default=0) <= num_useful_drafts(
+            sequence
         )
         assert not scheduled.drafts or scheduled.yields_choices
     assert_blocks_are_sound(scheduler._blocks, [s.block_table for s in scheduler.running])
@@ -182,7 +186,7 @@ class TestSteps:
         run(scheduler, scheduler.schedule(no_drafts))
         drafts = Drafts(range(1, 17), [choose.randrange(-1, node) for node in range(16)])
         (scheduled,) = step = scheduler.schedule(lambda _: drafts)
-        useful = drafts.within(sequence.max_useful_drafts)
+        useful = drafts.within(num_useful_drafts(sequence))
         assert 0 < len(scheduled.drafts) <= len(useful)
         assert scheduled.drafts == useful.first(len(scheduled.drafts))
         assert_sound(scheduler, step)

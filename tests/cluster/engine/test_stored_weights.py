@@ -1,4 +1,4 @@
-"""Checkpoints with quantized projections compute what the weights that they stand for compute."""
+"""Quantized checkpoints give the same logits as their dequantized weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cluster.engine.model import TorchModel
 from cluster.engine.model_config import ModelConfig
 from cluster.engine.quantization import QuantizedWeight
 from cluster.engine.runner import ModelRunner
-from cluster.engine.stored_weights import in_floats, read_stored, stacked
+from cluster.engine.stored_weights import read_stored, stack_outputs, to_floats
 
 from .quantized_checkpoints import KINDS, save_quantized
 
@@ -40,7 +40,7 @@ def logits(folder: Path, form: type[TorchModel] | None = None) -> torch.Tensor:
 @pytest.mark.parametrize("name", KINDS)
 def test_weights_are_those_that_the_integers_stand_for(name: str, folders: dict[str, tuple[Path, Path]]) -> None:
     quantized, plain = folders[name]
-    stored = ModelConfig.from_folder(quantized).stored
+    stored = ModelConfig.from_folder(quantized).stored_format
     assert stored is not None
     readers = [TensorReader(folder, torch.float32, CPU) for folder in (quantized, plain)]
     config = ModelConfig.from_folder(plain)
@@ -51,7 +51,7 @@ def test_weights_are_those_that_the_integers_stand_for(name: str, folders: dict[
         projection = f"model.layers.1.{end}"
         weight = read_stored(stored, readers[0], projection, num_outputs, num_inputs)
         expected = readers[1].read([(f"{projection}.weight", num_outputs)], num_inputs)
-        assert torch.allclose(in_floats(weight), expected, rtol=1e-6, atol=0)
+        assert torch.allclose(to_floats(weight), expected, rtol=1e-6, atol=0)
         assert (weight.bits if isinstance(weight, QuantizedWeight) else None) == LOADED_BITS.get(name)
 
 
@@ -77,8 +77,8 @@ def test_integers_of_different_groups_are_stacked_in_floating_point() -> None:
         QuantizedWeight(torch.ones(2, 64, dtype=torch.int8), torch.ones(2, groups), 4, torch.float32)
         for groups in (1, 2)
     ]
-    assert isinstance(stacked(weights[:1] * 2), QuantizedWeight)
-    mixed = stacked(weights)
+    assert isinstance(stack_outputs(weights[:1] * 2), QuantizedWeight)
+    mixed = stack_outputs(weights)
     assert isinstance(mixed, torch.Tensor)
     assert torch.equal(mixed, torch.ones(4, 64))
 

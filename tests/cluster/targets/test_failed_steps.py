@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from cluster.engine.batch import Segment
+from cluster.engine.batch import Segment, Unread
 from cluster.errors import InternalError
 from cluster.targets.base import GenerationRequest
 from tests.waiting import wait_until
@@ -26,11 +26,11 @@ class Failing:
         self._num_steps = 0
         monkeypatch.setattr(target.runner, "run", self)
 
-    def __call__(self, segments: Sequence[Segment], choices: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(self, segments: Sequence[Segment], unread: Unread | None = None) -> torch.Tensor:
         self._num_steps += 1
         if self._num_steps - 1 in self.steps:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore lines")
-        return self._run(segments, choices)
+        return self._run(segments, unread)
 
 
 def has_failed(target: LoopbackTarget, request: GenerationRequest) -> bool:

@@ -44,8 +44,8 @@ class Launches:
         return read_or_fail
 
 
-def plain_requests(k: int | None = 0) -> list[int]:
-    """The places among the mixed requests of those that have no penalties."""
+def without_penalties(k: int | None = 0) -> list[int]:
+    """Indices of the mixed requests that have no penalties."""
     return [place for place, request in enumerate(mixed_requests(k)) if not request.params.has_penalty]
 
 
@@ -55,7 +55,7 @@ class TestSameTokens:
     ) -> None:
         target = new_target([], launches_ahead=True)
         launches = Launches(target, monkeypatch)
-        places, requests = plain_requests(), mixed_requests(k=0)
+        places, requests = without_penalties(), mixed_requests(k=0)
         assert target.generate([requests[place] for place in places]) == [expected[place] for place in places]
         num_tokens = sum(len(expected[place]) for place in places)
         assert launches.num_unread >= 0.9 * (num_tokens - len(places))
@@ -73,7 +73,7 @@ class TestSameTokens:
         assert sum(len(output.logprobs or ()) for output in target.outputs(scored)) == 12
 
     def test_when_blocks_are_scarce(self, new_target: NewTarget) -> None:
-        """Sequences are preempted whose last token is not known yet."""
+        """Preempts sequences whose last token is unread."""
         requests = [new_request(SamplingParams(), num_prompt=5, max_tokens=60, seed=seed, k=0) for seed in range(4)]
         expected = new_target([]).generate(requests)
         target = new_target([], num_blocks=20, launches_ahead=True)
@@ -86,16 +86,16 @@ class TestSameTokens:
         target = new_target([], launches_ahead=True)
         stop = expected[place][12]
         length = expected[place].index(stop) + 1
-        requests = [mixed_requests(k=0)[other] for other in plain_requests()]
-        index = plain_requests().index(place)
+        requests = [mixed_requests(k=0)[other] for other in without_penalties()]
+        index = without_penalties().index(place)
         requests[index] = replace(requests[index], stop_token_ids=frozenset({stop}))
         answers = target.generate(requests)
         assert answers.pop(index) == expected[place][:length]
-        assert answers == [expected[other] for other in plain_requests() if other != place]
+        assert answers == [expected[other] for other in without_penalties() if other != place]
 
     def test_while_other_requests_are_aborted(self, new_target: NewTarget, expected: dict[int, list[int]]) -> None:
         target = new_target([], launches_ahead=True, max_num_seqs=8)
-        requests = [mixed_requests(k=0)[place] for place in plain_requests()]
+        requests = [mixed_requests(k=0)[place] for place in without_penalties()]
         left = [new_request(SamplingParams(), num_prompt=n, max_tokens=200, seed=n, k=0) for n in (3, 30)]
         for request in [*left, *requests]:
             target.target.submit(request)
@@ -103,7 +103,7 @@ class TestSameTokens:
             wait_until(lambda: target.outputs(request))  # noqa: B023
             target.target.abort(request.request_id)
         wait_until(lambda: all(target.is_finished(request) for request in requests))
-        assert [target.token_ids(request) for request in requests] == [expected[place] for place in plain_requests()]
+        assert [target.token_ids(request) for request in requests] == [expected[place] for place in without_penalties()]
 
     @pytest.mark.parametrize("k", [4, None])
     def test_when_drafts_come_and_go(
@@ -141,6 +141,6 @@ def test_a_step_whose_choices_cannot_be_read_fails_its_requests_alone(
     launches.fails_to_read = True
     wait_until(lambda: target.outputs(lost)[-1].error is not None)
     assert isinstance(target.outputs(lost)[-1].error, InternalError)
-    places, requests = plain_requests(), mixed_requests(k=0)
+    places, requests = without_penalties(), mixed_requests(k=0)
     assert target.generate([requests[place] for place in places]) == [expected[place] for place in places]
     assert target.readings()["outrider_failed_steps"] == 1

@@ -1,4 +1,4 @@
-"""vLLM and compressed-tensors pack integers as the checkpoints do with which our loader is tested."""
+"""The checkpoints of our loader's tests are packed like vLLM's and compressed-tensors'."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Engine:
-    """A target that runs its steps when it is told to. Counts the drafts of every request."""
+    """A target whose steps the test runs. Counts all drafts."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ def request(
 
 @pytest.fixture(scope="module")
 def folders(tiny_folder: Callable[..., Path]) -> tuple[Path, Path]:
-    """A target, and a draft whose proposals are right now and then."""
+    """A target, and a draft that is sometimes right."""
     return tiny_folder(seed=0), tiny_folder(seed=1)
 
 
@@ -172,7 +172,7 @@ def test_preemption_and_aborts(folders: tuple[Path, Path]) -> None:
 
 
 def test_the_controller_tries_depths(folders: tuple[Path, Path], expected: list[list[int]]) -> None:
-    """It tries all depths before the first request, which leaves no trace in the metrics."""
+    """The trials before the first request do not count as committed tokens."""
     engine = Engine(folders[0], folders[0], controller="goodput", k=2, most=2)
     engine.target.profile()
     values = {reading.name: reading.value for reading in engine.target.readings() if not reading.labels}
