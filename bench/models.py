@@ -177,6 +177,11 @@ def make_pair(
     return num_parameters
 
 
+def _factor_and_size(text: str) -> tuple[int, int]:
+    factor, size = map(int, text.split(":"))
+    return factor, size
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.models", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for `target` and `draft`, or `instruct`")
@@ -188,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--wide-draft",
-        type=lambda text: tuple(int(part) for part in text.split(":")),
+        type=_factor_and_size,
         metavar="FACTOR:SIZE",
         help=f"also widen the draft, into DIR/{WIDE_DRAFT}: its width factor and intermediate size",
     )
@@ -207,6 +212,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(
                 f"--head {head}: not a head's folder, or its name is reserved (target, draft, eagle, {WIDE_DRAFT})"
             )
+    own = ModelConfig.from_folder(resolve_model_folder(Config().target.model)).num_layers
+    if arguments.layers and arguments.layers < own:
+        parser.error(f"--layers {arguments.layers}: the target has {own} of its own")
+    factors = [arguments.width_factor, *(arguments.wide_draft or ())[:1]]
+    if any(factor not in (4**power for power in range(8)) for factor in factors):
+        parser.error(f"width factors {factors}: each must be a power of 4")
     if arguments.instruct:
         make_instruct(out / "instruct")
         print(f"{out}/instruct: SmolLM2-135M-Instruct")

@@ -81,6 +81,8 @@ class Unread:
 
     def tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Returns `token_ids`, in any shape, with each stand-in replaced by its token."""
+        if not len(self.token_ids):  # then there are no stand-ins
+            return token_ids
         return torch.where(token_ids < 0, self.token_ids[(-1 - token_ids).clamp(min=0)], token_ids)
 
     def resolve(self, batch: Batch, block_size: int) -> Batch:

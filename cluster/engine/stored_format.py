@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -35,7 +35,7 @@ class StoredFormat:
         """Returns the format that `quantization_config` describes. Raises ValueError if it is not supported."""
         try:
             found = _READERS.get(config.get("quant_method", ""), _unsupported)(config)
-        except (KeyError, TypeError, AttributeError) as error:
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"quantization_config lacks a value or has a wrong one: {error!r}") from error
         if found is None:
             described = ", ".join(f"{key} {value!r}" for key, value in config.items())
@@ -48,7 +48,7 @@ def _unsupported(config: Mapping[str, Any]) -> None:
 
 
 def _gptq(config: Mapping[str, Any]) -> StoredFormat | None:
-    bits, layout = config["bits"], config.get("checkpoint_format", "gptq")
+    bits, layout = _whole(config["bits"]), config.get("checkpoint_format", "gptq")
     if bits not in (4, 8) or layout not in ("gptq", "gptq_v2"):
         return None
     zero_offset = int(layout == "gptq")  # the first version stores zero points less 1
@@ -67,7 +67,7 @@ def _fp8(config: Mapping[str, Any]) -> StoredFormat:
     block = config.get("weight_block_size")
     if block is None:
         return StoredFormat("scaled")
-    return StoredFormat("scaled", scale_name="weight_scale_inv", block=(int(block[0]), int(block[1])))
+    return StoredFormat("scaled", scale_name="weight_scale_inv", block=_block(block))
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> StoredFormat | None:
@@ -75,24 +75,35 @@ def _compressed_tensors(config: Mapping[str, Any]) -> StoredFormat | None:
     if len(groups) != 1:
         return None
     weights, layout = groups[0]["weights"], config.get("format")
-    bits, strategy = weights["num_bits"], weights.get("strategy")
+    bits, strategy = _whole(weights["num_bits"]), weights.get("strategy")
     if not weights.get("symmetric", True):
         return None
     if layout == "pack-quantized" and bits in (4, 8) and strategy in ("group", "channel"):
-        group_size = weights["group_size"] if strategy == "group" else None
+        group_size = _group_size(weights["group_size"]) if strategy == "group" else None
         return StoredFormat("packed", bits, group_size, loaded_bits=16 if weights.get("actorder") else bits)
     if layout not in ("float-quantized", "int-quantized", "naive-quantized") or bits != 8:
         return None
     if strategy == "block":
-        outputs, inputs = weights["block_structure"]
-        return StoredFormat("scaled", block=(int(outputs), int(inputs)))
+        return StoredFormat("scaled", block=_block(weights["block_structure"]))
     if strategy not in ("channel", "tensor"):
         return None
     return StoredFormat("scaled", loaded_bits=8 if weights.get("type") == "int" else 16)
 
 
-def _group_size(size: int) -> int | None:
-    return None if size == -1 else size
+def _group_size(size: object) -> int | None:
+    return None if size == -1 else _whole(size)
+
+
+def _block(sizes: Sequence[object]) -> tuple[int, int]:
+    outputs, inputs = sizes
+    return _whole(outputs), _whole(inputs)
+
+
+def _whole(value: object) -> Any:
+    """Returns `value` if it is a whole number above 0. Raises ValueError otherwise."""
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{value!r} is not a whole number above 0")
+    return value
 
 
 _READERS = {"gptq": _gptq, "awq": _awq, "fp8": _fp8, "compressed-tensors": _compressed_tensors}

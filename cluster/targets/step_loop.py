@@ -304,12 +304,12 @@ class StepLoop(Target):
                 seconds = self._clock() - max(launched.launched_at, self._last_read_at)
                 timing = self._time(launched.parts, launched.prompts, len(choices), seconds)
             self._last_read_at = self._clock()
-            if not self._generations:
-                self._launched_ahead = None  # all its sequences have ended
         # Admit new requests before notifying the drafters: the same message then opens the admitted ones, so drafters
         # compute the prompts during the target's prefill.
         self._take_commands(publish)
         self._coordinator.end(rounds, timing, self._joining())
+        if not self._generations:
+            self._launched_ahead = None  # all its sequences have ended
         if outputs:
             publish(outputs)
 

@@ -105,6 +105,16 @@ class TestSameTokens:
         wait_until(lambda: all(target.is_finished(request) for request in requests))
         assert [target.token_ids(request) for request in requests] == [expected[place] for place in without_penalties()]
 
+    def test_a_step_of_aborted_requests_is_forgotten(self, new_target: NewTarget) -> None:
+        """Otherwise the time until the next request would count as the time of that step."""
+        target = new_target([], launches_ahead=True)
+        left = new_request(SamplingParams(), num_prompt=5, max_tokens=200, seed=1, k=0)
+        target.target.submit(left)
+        wait_until(lambda: len(target.outputs(left)) > 3)
+        target.target.abort(left.request_id)
+        wait_until(lambda: target.target.load().num_running == 0)
+        wait_until(lambda: target.target._launched_ahead is None)
+
     @pytest.mark.parametrize("k", [4, None])
     def test_when_drafts_come_and_go(
         self,

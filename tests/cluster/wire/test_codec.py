@@ -16,7 +16,7 @@ from cluster.wire.codec import (
     encode_request,
     encode_sampling,
 )
-from cluster.wire.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest
+from cluster.wire.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest, Timing
 from protos.speculation.v1 import draft_pb2, types_pb2
 
 LARGEST_NAME = 2**64 - 1
@@ -243,3 +243,15 @@ def test_a_bias_beyond_its_bounds_is_refused(biases: list[float]) -> None:
     message.logit_bias_values.extend(biases)
     with pytest.raises(ValueError, match="logit_bias"):
         decode_sampling(message)
+
+
+def test_timing_and_credit_survive_to_the_microsecond() -> None:
+    """Replies are compared without them."""
+    timing = Timing(held_seconds=0.012_345, step_seconds=0.000_678, batch=3, rows=9, is_first=True)
+    decoded = decode_reply(encode_reply(SpeculateReply(timing=timing, credit=0)))
+    assert decoded.timing is not None
+    assert (decoded.timing.batch, decoded.timing.rows, decoded.timing.is_first, decoded.credit) == (3, 9, True, 0)
+    assert (decoded.timing.held_seconds, decoded.timing.step_seconds) == pytest.approx((0.012_345, 0.000_678))
+    longest = decode_reply(encode_reply(SpeculateReply(timing=Timing(1e9, 0.0, 1)))).timing
+    assert longest is not None
+    assert longest.held_seconds == pytest.approx((2**32 - 1) / 1e6)

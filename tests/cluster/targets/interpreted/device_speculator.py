@@ -140,6 +140,13 @@ def test_same_tokens(is_perfect: bool, ahead: bool, folders: tuple[Path, Path], 
         assert engine.num_accepted >= 0.95 * engine.num_drafted
 
 
+def test_a_prompt_of_several_steps_alone(folders: tuple[Path, Path]) -> None:
+    """Its first steps choose no token."""
+    alone = [request(1, 18, 3)]
+    expected = Engine(folders[0], ahead=False, k=0).generate(alone)
+    assert Engine(folders[0], folders[0]).generate(alone) == expected
+
+
 def test_ends_and_neighbours_that_need_the_host(folders: tuple[Path, Path]) -> None:
     """A stop token among accepted drafts, with log-probabilities and penalties of other requests."""
     plain = [request(seed, 5, 9) for seed in range(2)]
