@@ -9,8 +9,7 @@ The engine's thread calls, once a step:
 
 The engine calls `close` for a sequence that has ended. A sequence without drafts decodes plainly. The coordinator can
 not change a token: drafts are only compared with the target's choices. An engine that schedules a step while the
-previous one runs calls `plan` before that step ends, and `collect` afterwards. Any other engine calls `begin`, which
-does both.
+previous one runs calls `plan` before that step ends, and `collect` afterwards. `begin` does both.
 
 The code on two paths is critical, because a drafter or the target is idle while it runs:
 - `end`, from the target's choices to the messages that report them to the drafters;

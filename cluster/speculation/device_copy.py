@@ -48,7 +48,8 @@ class HostCopy:
         self._copied: torch.cuda.Event | None = None
         self._host = tensor
         if tensor.device.type == "cuda":
-            self._host = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
 
