@@ -62,7 +62,7 @@ def _bits(device: torch.device, shapes: dict[str, Shape], heights: Sequence[int]
 
 
 def _bits_of(device: torch.device, num_outputs: int, num_inputs: int, heights: Sequence[int]) -> dict[str, Any]:
-    x, weights = _operands(device, max(heights), num_outputs, num_inputs, 1)
+    x, weights = operands(device, max(heights), num_outputs, num_inputs, 1)
     weight = weights[0]
     whole, whole_by_cublas = product(x, weight), F.linear(x, weight)
     other, other_by_cublas = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
@@ -100,21 +100,21 @@ def _times(device: torch.device, shapes: dict[str, Shape], heights: Sequence[int
 
 def _times_of(device: torch.device, num_outputs: int, num_inputs: int, heights: Sequence[int]) -> dict[str, Any]:
     weight_bytes = 2 * num_outputs * num_inputs
-    x, weights = _operands(device, max(heights), num_outputs, num_inputs, 1 + int(_LEAST_BYTES / weight_bytes))
+    x, weights = operands(device, max(heights), num_outputs, num_inputs, 1 + int(_LEAST_BYTES / weight_bytes))
     figures = {}
     for height in heights:
         calls: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"fixed": product, "cuBLAS": F.linear}
         for name, call in calls.items():
-            microseconds = _microseconds([partial(call, x[:height], weight) for weight in weights])
+            taken = microseconds([partial(call, x[:height], weight) for weight in weights])
             figures[f"{name}, {height} rows"] = {
-                "us": round(microseconds, 1),
-                "TB/s": round(weight_bytes / microseconds / 1e6, 2),
-                "TFLOP/s": round(height * weight_bytes / microseconds / 1e6, 1),
+                "us": round(taken, 1),
+                "TB/s": round(weight_bytes / taken / 1e6, 2),
+                "TFLOP/s": round(height * weight_bytes / taken / 1e6, 1),
             }
     return figures
 
 
-def _microseconds(calls: Sequence[Callable[[], torch.Tensor]], repeats: int = 7) -> float:
+def microseconds(calls: Sequence[Callable[[], torch.Tensor]], repeats: int = 7) -> float:
     """Returns the median time of one of `calls`, which are replayed one after the other."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(side):  # kernels are compiled and libraries set themselves up, which cannot be recorded
@@ -176,7 +176,7 @@ def _runner(device: torch.device, numerics: Numerics, *, prepares: bool) -> Mode
     return runner
 
 
-def _operands(
+def operands(
     device: torch.device, num_rows: int, num_outputs: int, num_inputs: int, num_weights: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns x and several weights in bfloat16. Outputs are about 1."""

@@ -122,6 +122,12 @@ class _RandomTensors(TensorReader):
         return torch.randn(num_rows, *inner, dtype=_DTYPE, device=self.device).mul_(0.02)
 
 
+def config_of(shape: Shape) -> ModelConfig:
+    with tempfile.TemporaryDirectory(prefix="random-model-") as folder:
+        Path(folder, "config.json").write_text(json.dumps(dict(shape)), encoding="utf-8")
+        return ModelConfig.from_folder(Path(folder))
+
+
 def random_model(
     shape: Shape,
     device: torch.device,
@@ -131,9 +137,7 @@ def random_model(
     form: type[Model] | None = None,
 ) -> LoadedModel:
     """Returns a model of `shape` with random weights in bfloat16; `form` as in `load_model`."""
-    with tempfile.TemporaryDirectory(prefix="random-model-") as folder:
-        Path(folder, "config.json").write_text(json.dumps(dict(shape)), encoding="utf-8")
-        config = ModelConfig.from_folder(Path(folder))
+    config = config_of(shape)
     form = form or form_on(config, _DTYPE, device, numerics)
     reader = WeightReader(config, _RandomTensors(device), form.weight_format, quantization)
     return LoadedModel(config, reader.read(range(config.num_layers), lambda done, total: None), form)

@@ -10,6 +10,7 @@ import torch
 from cluster.config.workers import DEFAULT_KV_CACHE_BYTES, LayerChoice, Numerics, WorkerConfig
 from cluster.engine.batch import Batch, Segment, Unread, pack, slots_of
 from cluster.engine.blocks import BlockManager
+from cluster.engine.gpu_kernels.product_tiles import use_tiles
 from cluster.engine.graph_memory import StepModel, graph_bytes, graph_sizes
 from cluster.engine.kv_cache import KVCache, block_bytes
 from cluster.engine.loader import LoadedModel, Progress, load_model, resolve_device, resolve_dtype
@@ -139,6 +140,8 @@ def load_weights(
     dtype = resolve_dtype(config.dtype, device, on_cpu=dtype_on_cpu)
     quantization = quantization_of(config)
     folder = resolve_model_folder(config.model)
+    if config.product_tiles is not None and device.type == "cuda":
+        use_tiles(config.product_tiles)
     return load_model(
         folder,
         dtype,
