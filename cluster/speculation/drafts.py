@@ -25,6 +25,10 @@ class Drafts:
         """Number of tokens on the longest path."""
         return len(self) if self.parents is None else max(depths_of(self.parents), default=0)
 
+    def fill_in(self, token_ids: Sequence[int]) -> None:
+        """Replaces the tokens, which stood for the first ones of `token_ids`."""
+        self.token_ids = token_ids[: len(self.token_ids)]
+
     def first(self, number: int) -> Drafts:
         """Returns the first `number` tokens."""
         if number >= len(self.token_ids):

@@ -59,9 +59,9 @@ class _LaunchedRound:
     """Results of the last launched step, by the index of a sequence among those that chose a token."""
 
     index: dict[Generation, int]
-    tokens: torch.Tensor  # int64 [n + n * depth]: the last token of each sequence, then the drafts after it
+    tokens: torch.Tensor  # int64 [n + n * num_drafts]: the last token of each sequence, then the drafts after it
     rejected: torch.Tensor  # int64 [n]: number of rejected drafts
-    depth: int = 0  # drafts made for each sequence
+    num_drafts: int = 0  # drafts made for each sequence
     has_drafts: Sequence[bool] = ()
     drafts: list[list[int]] = field(default_factory=list)  # the drafts; empty until they are read
     next_stand_ins: list[tuple[Drafts, int]] = field(default_factory=list)  # those of the next step, to be filled in
@@ -106,10 +106,10 @@ class DeviceSpeculator:
         index = last.index.get(generation)
         if index is None or not last.has_drafts[index]:
             return NO_DRAFTS
-        number = min(self._wanted(generation), last.depth)
+        number = min(self._wanted(generation), last.num_drafts)
         if last.drafts:
             return Drafts(last.drafts[index][:number])
-        first = len(last.index) + index * last.depth
+        first = len(last.index) + index * last.num_drafts
         return Drafts([-1 - (first + place) for place in range(number)])
 
     @torch.inference_mode()
@@ -153,11 +153,13 @@ class DeviceSpeculator:
 
         def read() -> list[int]:
             numbers = copy.read()
-            num_choices = len(numbers) - len(choosing) * made.depth
-            found, self._ended_depth = numbers[num_choices:], made.depth
-            made.drafts = [found[first : first + made.depth] for first in range(0, len(found), made.depth or 1)]
+            num_choices = len(numbers) - len(choosing) * made.num_drafts
+            found, self._ended_depth = numbers[num_choices:], made.num_drafts
+            made.drafts = [
+                found[first : first + made.num_drafts] for first in range(0, len(found), made.num_drafts or 1)
+            ]
             for drafts, index in made.next_stand_ins:
-                drafts.token_ids = made.drafts[index][: len(drafts)]
+                drafts.fill_in(made.drafts[index])
             return numbers[:num_choices]
 
         return logits, read
@@ -262,8 +264,8 @@ class DeviceSpeculator:
         logits = self._draft.run(segments, Unread(torch.cat([before, made.tokens]), shifts_of_segments))
         if drafted:
             drawn = self._draw_drafts(logits, [choosing[index] for index in drafted], shifts[indices], depth)
-            made.depth = drawn.shape[1]
-            drafts = drawn.new_zeros(num_choosing, made.depth).index_copy_(0, indices, drawn)
+            made.num_drafts = drawn.shape[1]
+            drafts = drawn.new_zeros(num_choosing, made.num_drafts).index_copy_(0, indices, drawn)
             made.tokens = torch.cat([made.tokens, drafts.flatten()])
             made.has_drafts = [index in set(drafted) for index in range(num_choosing)]
 
