@@ -84,8 +84,8 @@ class PlannedModel:
         """
         name, colon, dtype = spec.rpartition(":")
         if not colon:
-            name, dtype = spec, _dtype_of(spec)
-        if dtype not in _BYTES_OF_DTYPE:
+            name, dtype = spec, ""
+        elif dtype not in _BYTES_OF_DTYPE:
             raise ConfigurationError(f"{spec!r}: unknown dtype {dtype!r}: write one of {', '.join(_BYTES_OF_DTYPE)}")
         size = _SIZE.fullmatch(name)
         if size is None:
@@ -105,13 +105,14 @@ class PlannedModel:
             hidden_size, intermediate_size, num_heads, vocab_size = _KNOWN_STEPS[name]
             steps = StepModel(hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, vocab_size)
         num_parameters = round(float(size["billions"]) * 1e9)
-        return cls(size["size"], num_parameters, num_layers, num_kv_heads * head_dim, dtype, steps)
+        return cls(size["size"], num_parameters, num_layers, num_kv_heads * head_dim, dtype or _DEFAULT_DTYPE, steps)
 
     @classmethod
     def _from_folder(cls, name: str, dtype: str) -> PlannedModel:
         if not (ASSETS / name).is_dir() and not Path(name).expanduser().is_dir():
             raise ConfigurationError(f"{name!r} is neither a size like 7B nor a model's folder")
-        return cls.of(name, ModelConfig.from_folder(resolve_model_folder(name)), dtype)
+        config = ModelConfig.from_folder(resolve_model_folder(name))
+        return cls.of(name, config, dtype or _dtype_of(config))
 
     @classmethod
     def of(cls, name: str, config: ModelConfig, dtype: str) -> PlannedModel:
@@ -304,11 +305,9 @@ def _num_parameters(config: ModelConfig) -> int:
     return config.num_layers * layer + _num_end_parameters(config)
 
 
-def _dtype_of(name: str) -> str:
-    """Returns the dtype in memory of the projections in the folder `name`; the default if `name` is no folder."""
-    if not Path(name).expanduser().is_dir():
-        return _DEFAULT_DTYPE
-    stored = ModelConfig.from_folder(Path(name).expanduser()).stored_format
+def _dtype_of(config: ModelConfig) -> str:
+    """Returns the dtype that projections have in memory."""
+    stored = config.stored_format
     return _DEFAULT_DTYPE if stored is None or stored.loaded_bits == 16 else f"int{stored.loaded_bits}"
 
 
