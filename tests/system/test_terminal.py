@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -120,8 +121,9 @@ class TestTop:
 
         def ask() -> None:
             while not is_over.is_set():
-                call(simulated.url, "POST", "/v1/completions", body)
-                has_answered.set()
+                with contextlib.suppress(ConfigurationError):  # on a busy machine targets may be lost for seconds
+                    call(simulated.url, "POST", "/v1/completions", body, seconds=WAIT_S)
+                    has_answered.set()
 
         asking = threading.Thread(target=ask)
         asking.start()
