@@ -136,6 +136,8 @@ class TestSameTokens:
         wait_until(lambda: all(target.is_finished(request) for request in requests))
         assert [target.token_ids(request) for request in requests] == list(expected.values())
         assert num_drafted > 0
+        places, again = without_penalties(), mixed_requests(k)
+        assert target.generate([again[place] for place in places]) == [expected[place] for place in places]
         assert launches.num_unread > 0
 
 
