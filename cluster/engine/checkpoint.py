@@ -17,6 +17,7 @@ from cluster.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
 
 
@@ -39,6 +40,7 @@ class TensorReader:
         stacked = torch.empty(sum(sizes), *inner, dtype=self.dtype, device=self.device)
         for (name, rows), place in zip(parts, torch.split(stacked, sizes), strict=True):
             tensor = self._mapped(name, rows, *inner)
+            _check_dtype(name, tensor, _FLOATS)
             if tensor.dtype == torch.float16 and self.dtype == torch.bfloat16 and not self._has_warned:
                 self._has_warned = True
                 logger.warning(
@@ -53,9 +55,15 @@ class TensorReader:
         """Returns the first of `names` for which the folder has a tensor; None if there is no such tensor."""
         return next((name for name in names if name in self._file_of), None)
 
-    def read_raw(self, name: str, *shape: int) -> torch.Tensor:
-        """Returns the tensor `name` in its own dtype, on the reader's device; without `shape`, in any shape."""
-        return self._mapped(name, *shape).to(self.device)
+    def read_raw(self, name: str, *shape: int, dtypes: Sequence[torch.dtype] = ()) -> torch.Tensor:
+        """Returns the tensor `name` in its own dtype, on the reader's device; without `shape`, in any shape.
+
+        `dtypes`: those that it may have; none: any.
+        """
+        tensor = self._mapped(name, *shape)
+        if dtypes:
+            _check_dtype(name, tensor, dtypes)
+        return tensor.to(self.device)
 
     def integers(self, name: str, size: int) -> torch.Tensor:
         """Returns an int64 tensor [size] on the CPU."""
@@ -73,6 +81,16 @@ class TensorReader:
                 f"{self._folder}: {name!r} has shape {tuple(tensor.shape)}, config.json implies {shape}"
             )
         return tensor
+
+
+def _check_dtype(name: str, tensor: torch.Tensor, dtypes: Sequence[torch.dtype]) -> None:
+    """Raises ConfigurationError if the dtype of `tensor` is not one of `dtypes`."""
+    if tensor.dtype not in dtypes:
+        found, *supported = (str(dtype).removeprefix("torch.") for dtype in (tensor.dtype, *dtypes))
+        raise ConfigurationError(
+            f"{name} is {found}, expected {', '.join(supported)}: its scales may be missing, or quantization_config "
+            "may describe another format"
+        )
 
 
 def weight_map(folder: Path, *, takes_pickle: bool = False) -> dict[str, str]:

@@ -33,7 +33,6 @@ def read_stored(
     """
     marker = stored.scale_name if stored.kind == "scaled" else _MARKERS[stored.kind]
     if tensors.find(f"{name}.{marker}") is None:
-        _read_raw(tensors, f"{name}.weight", _FLOATS, num_outputs, num_inputs)
         return tensors.read([(f"{name}.weight", num_outputs)], num_inputs)
     return _READERS[stored.kind](stored, tensors, name, num_outputs, num_inputs)
 
@@ -55,8 +54,8 @@ def to_floats(weight: StoredWeight) -> torch.Tensor:
 
 def _gptq(stored: StoredFormat, tensors: TensorReader, name: str, num_outputs: int, num_inputs: int) -> StoredWeight:
     per_word, num_groups = _WORD_BITS // stored.bits, _num_groups(stored, name, num_inputs)
-    words = _read_raw(tensors, f"{name}.qweight", _WORDS, num_inputs // per_word, num_outputs)
-    zeros = _unpack(_read_raw(tensors, f"{name}.qzeros", _WORDS, num_groups, num_outputs // per_word), stored.bits)
+    words = tensors.read_raw(f"{name}.qweight", num_inputs // per_word, num_outputs, dtypes=_WORDS)
+    zeros = _unpack(tensors.read_raw(f"{name}.qzeros", num_groups, num_outputs // per_word, dtypes=_WORDS), stored.bits)
     scales = tensors.read_raw(f"{name}.scales", num_groups, num_outputs).float()
     groups = _groups(tensors, f"{name}.g_idx", num_inputs, num_groups)
     return _in_groups(_unpack(words.T, stored.bits), scales.T, (zeros + stored.zero_offset).T, groups, tensors.dtype)
@@ -66,7 +65,7 @@ def _awq(stored: StoredFormat, tensors: TensorReader, name: str, num_outputs: in
     num_groups, num_words = _num_groups(stored, name, num_inputs), num_outputs * stored.bits // _WORD_BITS
 
     def unpacked(kind: str, num_rows: int) -> torch.Tensor:  # [num_outputs, num_rows]
-        numbers = _unpack(_read_raw(tensors, f"{name}.{kind}", _WORDS, num_rows, num_words), stored.bits)
+        numbers = _unpack(tensors.read_raw(f"{name}.{kind}", num_rows, num_words, dtypes=_WORDS), stored.bits)
         return numbers.view(num_rows, num_words, -1)[..., _AWQ_ORDER].view(num_rows, num_outputs).T
 
     scales = tensors.read_raw(f"{name}.scales", num_groups, num_outputs).float()
@@ -74,7 +73,9 @@ def _awq(stored: StoredFormat, tensors: TensorReader, name: str, num_outputs: in
 
 
 def _packed(stored: StoredFormat, tensors: TensorReader, name: str, num_outputs: int, num_inputs: int) -> StoredWeight:
-    words = _read_raw(tensors, f"{name}.weight_packed", _WORDS, num_outputs, num_inputs * stored.bits // _WORD_BITS)
+    words = tensors.read_raw(
+        f"{name}.weight_packed", num_outputs, num_inputs * stored.bits // _WORD_BITS, dtypes=_WORDS
+    )
     scales = tensors.read_raw(f"{name}.weight_scale", num_outputs, _num_groups(stored, name, num_inputs)).float()
     zeros = torch.full_like(scales, 2 ** (stored.bits - 1), dtype=torch.int32)
     groups = _groups(tensors, f"{name}.weight_g_idx", num_inputs, scales.shape[1])
@@ -82,7 +83,7 @@ def _packed(stored: StoredFormat, tensors: TensorReader, name: str, num_outputs:
 
 
 def _scaled(stored: StoredFormat, tensors: TensorReader, name: str, num_outputs: int, num_inputs: int) -> StoredWeight:
-    values = _read_raw(tensors, f"{name}.weight", _BYTES, num_outputs, num_inputs)
+    values = tensors.read_raw(f"{name}.weight", num_outputs, num_inputs, dtypes=_BYTES)
     if stored.block is None:
         scales = tensors.read_raw(f"{name}.{stored.scale_name}").float().reshape(-1, 1)
         if len(scales) not in (1, num_outputs):
@@ -102,7 +103,6 @@ def _scaled(stored: StoredFormat, tensors: TensorReader, name: str, num_outputs:
 
 _WORDS = (torch.int32,)
 _BYTES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _MARKERS = {"gptq": "qweight", "awq": "qweight", "packed": "weight_packed"}  # only quantized projections have these
 _READERS: dict[str, Callable[[StoredFormat, TensorReader, str, int, int], StoredWeight]] = {
     "gptq": _gptq,
@@ -130,18 +130,6 @@ def _groups(tensors: TensorReader, name: str, num_inputs: int, num_groups: int) 
     if groups.min() < 0 or groups.max() >= num_groups:
         raise ConfigurationError(f"{name} names groups outside of 0 to {num_groups - 1}")
     return groups
-
-
-def _read_raw(tensors: TensorReader, name: str, dtypes: Sequence[torch.dtype], *shape: int) -> torch.Tensor:
-    """Returns the tensor `name`. Raises ConfigurationError if its dtype is not one of `dtypes`."""
-    tensor = tensors.read_raw(name, *shape)
-    if tensor.dtype not in dtypes:
-        supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise ConfigurationError(
-            f"{name} is {str(tensor.dtype).removeprefix('torch.')}, expected {supported}: its scales may be missing, "
-            "or quantization_config may describe another format"
-        )
-    return tensor
 
 
 def _unpack(words: torch.Tensor, bits: int) -> torch.Tensor:

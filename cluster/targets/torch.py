@@ -68,7 +68,7 @@ class TorchTarget(StepLoop):
         self._rejection = rejection
         self._speculator = speculator
         self._logits = torch.empty(0)  # logits of the step
-        self._choices: torch.Tensor | None = None  # choices of the step, on the device
+        self._choices = torch.empty(0)  # choices of the step, on the device
         self._choice_of: dict[Generation, int] = {}  # index in `_choices`, if there are no drafts
         self.launches_ahead = runner.model.device.type == "cuda" and rejection is None
         if states is not None:
@@ -102,8 +102,8 @@ class TorchTarget(StepLoop):
             self._logits, read = self._speculator.launch(step)
             return read
         segments = [part.segment(self._unread_choice(part)) for part in step]
-        unread = None if self._choices is None else Unread(self._choices)
-        self._logits = self._runner.run(segments, unread if any(part.has_unread_input for part in step) else None)
+        is_unread = any(part.has_unread_input for part in step)
+        self._logits = self._runner.run(segments, Unread(self._choices) if is_unread else None)
         logits = logits_of_choices(self._logits, step)
         requests = sample_requests(step, self.model.vocab_size, self._runner.model.device)
         ids = self._sampler.best_tokens(logits, requests, 1)[0].flatten() if requests else logits.new_empty(0)

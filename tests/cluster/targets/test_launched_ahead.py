@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -100,7 +101,7 @@ class TestSameTokens:
         for request in [*left, *requests]:
             target.target.submit(request)
         for request in left:
-            wait_until(lambda: target.outputs(request))  # noqa: B023
+            wait_until(partial(target.outputs, request))
             target.target.abort(request.request_id)
         wait_until(lambda: all(target.is_finished(request) for request in requests))
         assert [target.token_ids(request) for request in requests] == [expected[place] for place in without_penalties()]

@@ -22,16 +22,11 @@ from cluster.speculation.params import SamplingParams
 from cluster.targets.base import GenerationOutput, GenerationRequest
 from cluster.targets.device_speculator import DeviceSpeculator
 from cluster.targets.torch import TorchTarget
+from tests.cluster.drafters.interpreted.burst import PARAMS
 from tests.interpreter import spare_bookkeeping
 
 CPU = torch.device("cpu")
 LIMITS = StepLimits(max_model_len=96, max_num_seqs=5, max_num_batched_tokens=16)
-PARAMS = [
-    SamplingParams(temperature=0.0),
-    SamplingParams(),
-    SamplingParams(temperature=0.7, top_k=20, top_p=0.9),
-    SamplingParams(temperature=1.3, min_p=0.01),
-]
 BLOCK_SIZE = 4
 
 
