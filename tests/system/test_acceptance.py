@@ -11,7 +11,7 @@ from services.launch.local import LocalCluster
 from tests.system.client import Case, complete_all
 
 LEAST_ACCEPTANCE = 0.70
-LEAST_DRAFTED = 128  # of 2,048 tokens: enough to judge by; on a busy machine most drafts come too late to be verified
+LEAST_DRAFTED = 400  # of 1,024 tokens
 # Held-out text differs between Python releases: a pair that is just good enough may fall short by chance. It fails
 # this test when it falls short by more than 3 standard deviations of independent tokens (1 in 1,000).
 NUM_DEVIATIONS = 3
@@ -20,10 +20,11 @@ NUM_DEVIATIONS = 3
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 def test_most_drafts_are_accepted(cluster: LocalCluster, temperature: float) -> None:
     fields = {"temperature": temperature, "ignore_eos": True}
-    cases = [Case(tuple(prompt), seed, 64, fields) for seed, prompt in enumerate(held_out_prompts(32, seed=1))]
+    cases = [Case(tuple(prompt), seed, 32, fields) for seed, prompt in enumerate(held_out_prompts(32, seed=1))]
     before = read_counters(f"{cluster.url}/metrics")
     # With one draft a round, every draft follows a correct prefix: the rate is acceptance, not survival.
-    complete_all(cluster.url, cases, num_speculative_tokens=1)
+    # A step of one sequence that sets its k waits for its draft, however slow a busy machine makes it.
+    complete_all(cluster.url, cases, concurrency=1, num_speculative_tokens=1)
     after = read_counters(f"{cluster.url}/metrics")
 
     def grown(name: str) -> float:

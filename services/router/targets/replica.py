@@ -119,7 +119,6 @@ class Replica:
         self.adapters: dict[str, str] | None = None  # as last reported: fingerprints by name; None: never reported
         self.status: ReplicaStatus = "down"
         self.problem: str | None = "has not answered yet"  # None: it is up, requests may be sent here
-        self.is_next = True  # whether it was not polled yet, or is refused only because it differs from the pool
         self.prefixes = CachedPrefixes()
         self.queued_tokens = 0  # of our prompts there that have no token of an answer yet, without those it has cached
         self.num_in_flight = 0
@@ -331,7 +330,6 @@ class Replica:
             self._become("draining", _IS_DRAINING)
         elif objection := self._object_to(self):
             self._become("refused", objection)
-            self.is_next = True
         else:
             self._become("up", None)
 
@@ -372,7 +370,7 @@ class Replica:
         return InternalError("the target worker failed")
 
     def _become(self, status: ReplicaStatus, problem: str | None) -> None:
-        self.status, self.is_next = status, False
+        self.status = status
         if problem == self.problem:
             return
         if problem is None:

@@ -200,14 +200,17 @@ class ReplicaPool:
         raise self.nobody()
 
     async def wait_out_change(self) -> None:
-        """Waits while no replica is usable, but one may become so soon.
+        """Waits while no replica is usable, until _CHANGE_TIMEOUT_S seconds after the last one went.
 
-        That is a replica that was not polled yet, or that is refused only because it differs from others, which may
-        have gone. Returns after _CHANGE_TIMEOUT_S seconds at the latest.
+        Another one may take its place: a rolling update can end the last known replica before its successor has been
+        polled.
         """
+        lost_at = self._retry_after.lost_at
+        if lost_at is None:
+            return
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_CHANGE_TIMEOUT_S):
-                while not self.usable and any(replica.is_next for replica in self.replicas):
+            async with asyncio.timeout_at(lost_at + _CHANGE_TIMEOUT_S):  # the loop's clock is time.monotonic
+                while not self.usable:
                     await self._changed.wait()
 
     async def _follow(self, has_begun: asyncio.Event) -> None:

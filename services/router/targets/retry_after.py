@@ -30,6 +30,11 @@ class RetryAfter:
             self._since = None
 
     @property
+    def lost_at(self) -> float | None:
+        """When the last target went; None while there is one, and before the first one."""
+        return self._since if self._lengths else None
+
+    @property
     def retry_after(self) -> int:
         """Seconds after which to retry: the longest of the periods, within bounds."""
         return min(max(_LEAST_S, math.ceil(max(self._lengths, default=0.0))), _MOST_S)

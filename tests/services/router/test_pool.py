@@ -11,6 +11,7 @@ import pytest
 
 from cluster.errors import UnavailableError
 from protos.speculation.v1 import target_pb2
+from services.router.targets import replicas as replicas_module
 from services.router.targets import traits as traits_module
 from services.router.targets.replicas import Replica, ReplicaPool
 from tests.waiting import WAIT_S, wait_until
@@ -318,7 +319,7 @@ def test_the_reference_stays_while_its_worker_may_come_back_and_then_passes_on(
     background.run(run())
 
 
-def test_a_request_waits_for_those_that_take_over_and_for_nobody_else(background, new_target, tokenizer):
+def test_a_request_waits_for_those_that_take_over(background, new_target, tokenizer):
     old, new = new_target(), new_target()
     with_traits(old, weights="a")
     with_traits(new, weights="b")
@@ -337,9 +338,42 @@ def test_a_request_waits_for_those_that_take_over_and_for_nobody_else(background
             endpoints.become(new)
             await asyncio.wait_for(waiting, WAIT_S)
             assert pool.choose().address == new.address
-            new.description.is_draining = True
-            await until(lambda: not pool.usable)
+
+    background.run(run())
+
+
+def test_a_request_waits_for_a_while_after_the_last_target_went(background, new_target, tokenizer, monkeypatch):
+    old, new = new_target(), new_target()
+
+    async def run() -> None:
+        endpoints = Endpoints(old)
+        async with following(endpoints, tokenizer) as pool:
+            await until(lambda: len(pool.usable) == 1)
+            endpoints.become()
+            await until(lambda: not pool.replicas)
+            waiting = asyncio.create_task(pool.wait_out_change())
+            await asyncio.sleep(0.1)
+            assert not waiting.done()
+            endpoints.become(new)
+            await asyncio.wait_for(waiting, WAIT_S)
+            assert pool.choose().address == new.address
+            monkeypatch.setattr(replicas_module, "_CHANGE_TIMEOUT_S", 0.5)
+            endpoints.become()
+            await until(lambda: not pool.replicas)
+            await asyncio.wait_for(pool.wait_out_change(), WAIT_S)
+            assert not pool.usable
+
+    background.run(run())
+
+
+def test_a_request_does_not_wait_for_a_first_target(background, new_target, tokenizer):
+    target = new_target()
+
+    async def run() -> None:
+        await target.stop()
+        async with following(Endpoints(target), tokenizer) as pool:
             await asyncio.wait_for(pool.wait_out_change(), 2.0)
+            assert not pool.usable
 
     background.run(run())
 

@@ -7,6 +7,7 @@ import httpx
 import pytest
 
 from services.router.http import streaming
+from services.router.targets import failover
 
 from .conftest import Router, ScriptedTarget
 
@@ -54,8 +55,11 @@ def test_an_error_after_a_comment_is_the_last_event(router: Router, target: Scri
 
 
 @pytest.mark.usefixtures("short_silence")
-def test_a_response_that_fails_after_a_comment_begins_first(router: Router, target: ScriptedTarget) -> None:
+def test_a_response_that_fails_after_a_comment_begins_first(
+    router: Router, target: ScriptedTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """OpenAI's client refuses a stream that does not begin with `response.created`."""
+    monkeypatch.setattr(failover, "_MAX_MOVES", 2)
     target.hang_after, target.delay_s = 0, 0.4
     target.fail_after, target.failure = 0, (grpc.StatusCode.UNAVAILABLE, "going down")
     lines = [line for line in lines_of(router, "/v1/responses") if line.startswith("event: ")]

@@ -27,7 +27,7 @@ def test_drafts_follow_what_they_bring(cluster: RayFaultCluster, questions: list
     # No request fails and no token differs in a rolling update, through Serve's proxy: it replaces the routers, too.
     tally, _ = under_load([cluster.nodes.proxy_url], questions, expected, lambda: str(cluster.roll(*SCALED)), 1.0)
     assert tally.num_sent > len(questions), "the load ended before the update"
-    assert (tally.num_failed, tally.num_different_tokens) == (0, 0), tally
+    assert (tally.num_failed, tally.num_different_tokens) == (0, 0), tally.errors
     # As many as deployed, for as long as nothing is measured; but one where the targets of before, which had
     # measured, were listed for long enough with nothing to draft for.
     assert eventually(lambda: len(cluster.members("draft")) in (1, 2), READY_SECONDS), decisions(cluster)
@@ -38,7 +38,7 @@ def test_drafts_follow_what_they_bring(cluster: RayFaultCluster, questions: list
         return f"{len(cluster.members('draft'))} draft workers"
 
     tally, note = under_load(cluster.urls, questions, expected, wait_for_three, 1.0)
-    assert (tally.num_failed, tally.num_different_tokens) == (0, 0), tally
+    assert (tally.num_failed, tally.num_different_tokens) == (0, 0), tally.errors
     assert note == "3 draft workers", decisions(cluster)
     assert eventually(lambda: len(cluster.members("draft")) == 1 and _is_idle(cluster), READY_SECONDS), decisions(
         cluster
