@@ -178,6 +178,7 @@ class StepLoop(Target):
 
     def abort(self, request_id: str) -> None:
         with self._wake:
+            self._submitted = [request for request in self._submitted if request.request_id != request_id]
             self._aborted.add(request_id)
             self._wake.notify()
 
@@ -433,17 +434,16 @@ class StepLoop(Target):
             self._wake.wait_for(lambda: self._submitted or self._aborted or self._stopping)
 
     def _take_commands(self, publish: Publish) -> None:
-        """Processes new requests and aborts; admits the requests that fit."""
+        """Processes aborts and new requests; admits the requests that fit."""
         with self._wake:
             submitted, self._submitted = self._submitted, []
             aborted, self._aborted = self._aborted, set()
-        for request in submitted:
-            if request.request_id not in aborted:
-                max_drafts = self._speculation.max_speculative_tokens
-                generation = Generation.of(request, self.model, max_drafts)
-                self._generations[request.request_id] = generation
-                self._scheduler.add(generation)
+        # Aborts come first: a request that was submitted after an abort may have the same ID.
         self._release(*(self._generations[request_id] for request_id in aborted & self._generations.keys()))
+        for request in submitted:
+            generation = Generation.of(request, self.model, self._speculation.max_speculative_tokens)
+            self._generations[request.request_id] = generation
+            self._scheduler.add(generation)
         admitted = self._scheduler.admit()
         for generation in admitted:
             self._request_times.admitted(

@@ -69,6 +69,19 @@ class TestEnds:
         after = new_request(max_tokens=3)
         assert len(target.generate([after])[0]) == 3
 
+    def test_an_aborted_request_may_return_with_its_id(self, new_target: Callable[..., LoopbackTarget]) -> None:
+        target = new_target([])
+        request = new_request(max_tokens=40)
+        target.target.submit(request)
+        wait_until(lambda: bool(target.outputs(request)))
+        target.target.abort(request.request_id)
+        again = replace(request, max_tokens=3)
+        target.target.submit(again)
+        wait_until(lambda: target.outputs(again)[-1].finish_reason is FinishReason.LENGTH)
+        target.target.submit(request)
+        target.target.abort(request.request_id)
+        target.assert_idle()
+
     def test_a_request_that_can_never_run_is_refused(self, new_target: Callable[..., LoopbackTarget]) -> None:
         target = new_target([], num_blocks=4)
         with pytest.raises(InvalidRequestError, match="KV blocks") as caught:
