@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import grpc
 
@@ -20,6 +22,9 @@ from cluster.wire.codec import decode_reply, encode_request
 from cluster.wire.messages import SpeculateRequest
 from cluster.wire.outbox import Outbox
 from protos.speculation.v1 import draft_pb2, draft_pb2_grpc, types_pb2
+
+if TYPE_CHECKING:
+    _Call = grpc.aio.StreamStreamCall[draft_pb2.SpeculateRequest, draft_pb2.SpeculateReply]
 
 logger = logging.getLogger(__name__)
 
@@ -195,45 +200,52 @@ class DraftLink:
         self._outbox = outbox
         logger.info("link to draft worker %s is up", self.address)
         self._notify(LinkEvent(self, LinkState.UP))
+        reader = asyncio.create_task(self._read(call))
         writer = asyncio.create_task(self._write(call, outbox))
-        try:
-            async for message in call:
-                answer_seconds = time.perf_counter() - self._sent_at
-                started_at = time.thread_time()
-                self.traffic.received += message.ByteSize()
-                reply = decode_reply(message)
-                held_seconds = 0.0 if reply.timing is None else reply.timing.held_seconds
-                if answer_seconds >= held_seconds:  # otherwise the reply crossed the last message
-                    self._round_trips.append(answer_seconds - held_seconds)
-                self._notify(LinkEvent(self, reply, answer_seconds))
-                self.traffic.codec_seconds += time.thread_time() - started_at
+        reader.add_done_callback(lambda _: writer.cancel())
+        try:  # a writer whose stream has ended returns, and the reader raises the reason
+            await asyncio.wait((reader, writer), return_when=asyncio.FIRST_EXCEPTION)
         finally:
             self._outbox = None
             call.cancel()
+            reader.cancel()
             writer.cancel()
             outbox.close()
-            await asyncio.gather(writer, return_exceptions=True)
+            await asyncio.gather(reader, writer, return_exceptions=True)
             self._notify(LinkEvent(self, LinkState.DOWN))
+        if not writer.cancelled() and (error := writer.exception()) is not None:
+            raise RuntimeError("a request could not be written") from error
+        reader.result()
 
-    async def _write(
-        self,
-        call: grpc.aio.StreamStreamCall[draft_pb2.SpeculateRequest, draft_pb2.SpeculateReply],
-        outbox: Outbox[SpeculateRequest],
-    ) -> None:
-        waiting = SpeculateRequest()
-        while True:
-            newer = outbox.take_waiting() if waiting else await outbox.take()
-            if newer is not None:
-                waiting.merge(newer)
+    async def _read(self, call: _Call) -> None:
+        """Delivers the replies until the worker ends the stream."""
+        async for message in call:
+            answer_seconds = time.perf_counter() - self._sent_at
             started_at = time.thread_time()
-            message = encode_request(waiting.take_part(_MAX_OPEN_TOKENS))
-            num_bytes = message.ByteSize()
-            num_open_bytes = sum(entry.ByteSize() for entry in message.open)
-            self.traffic.opens += num_open_bytes
-            self.traffic.sent += num_bytes - num_open_bytes
+            self.traffic.received += message.ByteSize()
+            reply = decode_reply(message)
+            held_seconds = 0.0 if reply.timing is None else reply.timing.held_seconds
+            if answer_seconds >= held_seconds:  # otherwise the reply crossed the last message
+                self._round_trips.append(answer_seconds - held_seconds)
+            self._notify(LinkEvent(self, reply, answer_seconds))
             self.traffic.codec_seconds += time.thread_time() - started_at
-            self._sent_at = time.perf_counter()
-            await call.write(message)
+
+    async def _write(self, call: _Call, outbox: Outbox[SpeculateRequest]) -> None:
+        waiting = SpeculateRequest()
+        with contextlib.suppress(grpc.aio.BaseError, asyncio.InvalidStateError):  # the stream has ended
+            while True:
+                newer = outbox.take_waiting() if waiting else await outbox.take()
+                if newer is not None:
+                    waiting.merge(newer)
+                started_at = time.thread_time()
+                message = encode_request(waiting.take_part(_MAX_OPEN_TOKENS))
+                num_bytes = message.ByteSize()
+                num_open_bytes = sum(entry.ByteSize() for entry in message.open)
+                self.traffic.opens += num_open_bytes
+                self.traffic.sent += num_bytes - num_open_bytes
+                self.traffic.codec_seconds += time.thread_time() - started_at
+                self._sent_at = time.perf_counter()
+                await call.write(message)
 
 
 def _label(model: types_pb2.ModelDescription) -> str:

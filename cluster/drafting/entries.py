@@ -61,7 +61,8 @@ class CoordinatorLink:
         return (seconds, until_overdue) if until_overdue > _LEAST_REST_SECONDS else (math.inf, None)
 
     def timing(self, now: float) -> Timing:
-        return Timing(now - self.received_at, self.step_seconds, self.batch, self.rows, self.is_first)
+        held_seconds = max(0.0, now - self.received_at)  # a request may have arrived after `now`, in its own thread
+        return Timing(held_seconds, self.step_seconds, self.batch, self.rows, self.is_first)
 
 
 @dataclass(eq=False, slots=True)

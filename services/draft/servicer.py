@@ -66,26 +66,36 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
     ) -> None:
         outbox: Outbox[SpeculateReply] = Outbox()
         link = self._worker.attach(outbox.put)
-        writing, fault = asyncio.Lock(), ""
+        writing = asyncio.Lock()
+        reader = asyncio.create_task(self._read(request_iterator, link))
         writer = asyncio.create_task(_write(outbox, context, writing))
         try:
-            async for message in request_iterator:
-                self._worker.receive(link, decode_request(message), message.ByteSize() + _REQUEST_BYTES)
-                # gRPC's flow control holds a flood back in the peer.
-                while self._worker.num_waiting_bytes(link) > _MAX_WAITING_BYTES:  # noqa: ASYNC110  # its thread has no event
-                    await asyncio.sleep(_WAIT_SECONDS)
-        except (ValueError, DecodeError) as error:
-            fault = str(error)
+            await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._worker.detach(link)
             outbox.close()
             # Sending a status during a write is an error in gRPC. Peers that do not read are not waited for.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(writing.acquire(), _LAST_WRITE_SECONDS)
+            reader.cancel()
             writer.cancel()
-            await asyncio.gather(writer, return_exceptions=True)
-        if fault:
+            await asyncio.gather(reader, writer, return_exceptions=True)
+        if not writer.cancelled():
+            writer.result()  # raises what ended it, which ends the stream with an error
+        if not reader.cancelled() and (fault := reader.result()):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, fault)
+
+    async def _read(self, messages: AsyncIterator[draft_pb2.SpeculateRequest], link: int) -> str:
+        """Passes the requests of `link` on until they end. Returns why one is unusable; "": all were usable."""
+        try:
+            async for message in messages:
+                self._worker.receive(link, decode_request(message), message.ByteSize() + _REQUEST_BYTES)
+                # gRPC's flow control holds a flood back in the peer.
+                while self._worker.num_waiting_bytes(link) > _MAX_WAITING_BYTES:  # noqa: ASYNC110  # its thread has no event
+                    await asyncio.sleep(_WAIT_SECONDS)
+        except (ValueError, DecodeError) as error:
+            return str(error)
+        return ""
 
     async def Describe(
         self, request: types_pb2.DescribeRequest, context: _DescribeContext

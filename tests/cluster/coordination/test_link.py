@@ -251,6 +251,15 @@ class TestLosses:
         carries_a_round(up, server)
         assert "ZeroDivisionError: not foreseen" in caplog.text
 
+    def test_a_request_that_cannot_be_written_ends_the_stream_and_not_the_link(
+        self, up: Side, server: DraftServer, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        up.link.send(advances(1, -7))  # token IDs are unsigned on the wire
+        up.goes_down()
+        up.comes_up()
+        carries_a_round(up, server)
+        assert "RuntimeError: a request could not be written" in caplog.text
+
     def test_what_ended_a_stream_is_said(self, up: Side, server: DraftServer, caplog: pytest.LogCaptureFixture) -> None:
         server.end(grpc.StatusCode.RESOURCE_EXHAUSTED, "Received message larger than max")
         up.goes_down()

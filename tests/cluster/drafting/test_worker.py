@@ -21,6 +21,26 @@ class TestRounds:
         assert [drafter.step() for _ in range(K)] == [[7]] * K
         assert link.reply() == proposal(7, base=2)
 
+    def test_a_request_that_arrives_during_the_sending_was_held_for_no_time(self) -> None:
+        """A negative time cannot be written."""
+        drafter = ScriptedDrafter()
+        drafter.let_all()
+        worker = DraftWorker(drafter)
+        replies: list[SpeculateReply] = []
+
+        def deliver_slowly(reply: SpeculateReply) -> None:
+            replies.append(reply)
+            for number in links:
+                worker.receive(number, SpeculateRequest())
+
+        links = [worker.attach(deliver_slowly), worker.attach(deliver_slowly)]
+        for number in links:
+            worker.receive(number, SpeculateRequest(opens={7: opening(7)}))
+        while worker.has_work:
+            worker.step()
+        assert len(replies) == 2
+        assert all(reply.timing is not None and reply.timing.held_seconds >= 0.0 for reply in replies)
+
     def test_run_ahead_that_came_true_is_proposed_without_a_step(self, drafter: ScriptedDrafter, link: Link) -> None:
         link.open(7)
         for _ in range(K + 3):

@@ -229,6 +229,19 @@ class TestEnds:
         other.write(SpeculateRequest(advances={1: Advance(1, 2, [102], K)}))
         assert other.read() == proposal(1, base=3)
 
+    def test_a_reply_that_cannot_be_written_ends_the_stream(self, stream: Stream, served: Served) -> None:
+        """A stream that stays open without a writer would leave the coordinator waiting for proposals."""
+        served.drafter.credit = -1
+        stream.open(7)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            stream.read()
+        assert caught.value.code() is grpc.StatusCode.UNKNOWN
+        wait_until(lambda: served.worker.num_sequences == 0)
+        served.drafter.credit = None
+        another = Stream(served)
+        another.open(7)
+        assert another.read() == proposal(7, base=2)
+
     def test_one_who_is_done_writing_is_told_that_it_is_over(self, stream: Stream) -> None:
         stream.open(7)
         assert stream.read() == proposal(7, base=2)
