@@ -8,11 +8,12 @@ import pytest
 from bench.fault_client import Question
 from bench.fault_load import Answers, under_load
 from bench.fault_ray import FAULTS, RayFaultCluster, measure_fault, programs
-from tests.soak import IS_SOAK
+from tests.soak import length
 from tests.waiting import eventually
 
 MENDED_SECONDS = 300.0
-ELSEWHERE = {"rolling update": "test_scaling.py"}  # where another test does the same to the cluster
+# What only a cluster of several nodes has. Other tests kill and freeze single programs, roll, and scale the drafts.
+IN_CI = ("kill a router", "lose a target's node", "drain a target's node")
 
 
 def test_pools_are_where_they_belong_and_known(cluster: RayFaultCluster) -> None:
@@ -48,7 +49,7 @@ def test_serves_proxy_passes_errors_through(cluster: RayFaultCluster) -> None:
         assert answer.json()["error"]["param"] == "temperature"
 
 
-@pytest.mark.parametrize("name", [name for name in FAULTS if IS_SOAK or name not in ELSEWHERE])
+@pytest.mark.parametrize("name", length(IN_CI, tuple(FAULTS)))
 def test_no_request_fails_and_no_token_differs(
     cluster: RayFaultCluster, questions: list[Question], expected: Answers, name: str
 ) -> None:

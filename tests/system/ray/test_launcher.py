@@ -18,9 +18,7 @@ from tests.system.client import complete_all
 from tests.system.conftest import READY_TIMEOUT_SECONDS, cluster_config
 from tests.system.ray.launched import (
     END_SECONDS,
-    SIMULATED,
     assert_nothing_left,
-    end_and_check,
     environment,
     launched,
 )
@@ -30,7 +28,7 @@ FLOAT32 = ("--dtype", "float32", "--set", "target.threads=1")
 NUM_CASES = 20
 
 
-def test_it_answers_as_the_local_launcher_does_and_leaves_nothing_behind(folder: Path) -> None:
+def test_it_answers_as_the_local_launcher_does_and_down_ends_what_a_killed_one_leaves(folder: Path) -> None:
     cases = sampled_cases(NUM_CASES)
     with LocalCluster(cluster_config("target.threads=1")) as local:
         local.wait_ready(READY_TIMEOUT_SECONDS)
@@ -42,25 +40,6 @@ def test_it_answers_as_the_local_launcher_does_and_leaves_nothing_behind(folder:
         chunks = client.completions.create(model=model, prompt="def f(", max_tokens=8, temperature=0, stream=True)
         assert "".join(chunk.choices[0].text for chunk in chunks)
         assert complete_all(launcher.url, cases) == expected
-        end_and_check(launcher, folder)
-
-
-def test_what_cannot_start_is_told_in_a_line_and_leaves_nothing_behind(folder: Path) -> None:
-    descendants: list[psutil.Process] = []
-    with launched(folder, "--draft", "/nowhere") as launcher:
-        while launcher.process.poll() is None:
-            descendants = descendants + [one for one in launcher.descendants() if one not in descendants]
-            time.sleep(0.2)
-        assert launcher.process.returncode == 2
-        (line,) = re.findall("^outrider serve: .*$", launcher.said, re.MULTILINE)
-        assert "cannot start" in line
-        assert "/nowhere" in line
-        assert_nothing_left(launcher, descendants, folder)
-
-
-def test_it_prints_the_commands_that_show_it_and_down_ends_what_a_killed_one_leaves(folder: Path) -> None:
-    with launched(folder, *SIMULATED) as launcher:
-        launcher.wait_ready()
         assert eventually(lambda: "serve status" in launcher.said)
         commands = re.findall("^  (.*(?:ray|serve) status .*)$", launcher.said, re.MULTILINE)
         shown = [_run(command, folder) for command in commands]
@@ -76,6 +55,19 @@ def test_it_prints_the_commands_that_show_it_and_down_ends_what_a_killed_one_lea
             env=environment(folder),
             timeout=END_SECONDS,
         )
+        assert_nothing_left(launcher, descendants, folder)
+
+
+def test_what_cannot_start_is_told_in_a_line_and_leaves_nothing_behind(folder: Path) -> None:
+    descendants: list[psutil.Process] = []
+    with launched(folder, "--draft", "/nowhere") as launcher:
+        while launcher.process.poll() is None:
+            descendants = descendants + [one for one in launcher.descendants() if one not in descendants]
+            time.sleep(0.2)
+        assert launcher.process.returncode == 2
+        (line,) = re.findall("^outrider serve: .*$", launcher.said, re.MULTILINE)
+        assert "cannot start" in line
+        assert "/nowhere" in line
         assert_nothing_left(launcher, descendants, folder)
 
 

@@ -23,12 +23,15 @@ SHORT_OF_BLOCKS = {
     "target.max_model_len": 512,
     "simulation.round_trip_ms": 15,
 }
-# An engine takes 40 CPU seconds: `make test` runs four configurations. `tests/system/ray/test_vllm.py` has two ranks,
+# An engine takes 40 CPU seconds: `make test` runs three configurations. `tests/system/ray/test_vllm.py` has two ranks,
 # and `tests/cluster/vllm/v2/test_device_drafts.py` has draft models, with the V2 runner.
 CONFIGURATIONS: dict[str, Mapping[str, object]] = {
-    "bfloat16": {"target.dtype": "bfloat16"},
     "few blocks and a draft pool far away": SHORT_OF_BLOCKS,
-    "a vLLM draft": {"draft.drafter": "vllm", "draft.engine_args": "{enforce_eager: true}"},
+    "bfloat16 and a vLLM draft": {
+        "target.dtype": "bfloat16",
+        "draft.drafter": "vllm",
+        "draft.engine_args": "{enforce_eager: true}",
+    },
     "vLLM's own EAGLE": {
         "draft.drafter": "engine",
         "draft.model": "outrider-eagle-12m",
@@ -51,9 +54,8 @@ CONFIGURATIONS: dict[str, Mapping[str, object]] = {
         },
     ),
 }
-MAX_DIFFERENT = {
-    "bfloat16": length(2, 4)
-}  # of 20 or 40 answers; float32 has a near-tie rarely, bfloat16 one in a thousand tokens
+# Of 20 or 40 answers: float32 has a near-tie rarely, bfloat16 one in a thousand tokens.
+MAX_DIFFERENT = {"bfloat16 and a vLLM draft": length(2, 4)}
 NUM_CASES = length(10, 20)
 
 
@@ -64,8 +66,7 @@ def test_same_tokens(name: str, cases: list[Case]) -> None:
     is_short_of_blocks = name.startswith("few blocks")
     few = [replace(case, max_tokens=160) if is_short_of_blocks else case for case in cases[:NUM_CASES]]
     config = load_config(None, [f"{key}={value}" for key, value in settings.items()])
-    one_thread = {"target": ONE_THREAD} if name != "bfloat16" else None
-    with LocalCluster(config, one_thread) as cluster:
+    with LocalCluster(config, {"target": ONE_THREAD}) as cluster:
         cluster.wait_ready(READY_S)
         plain = complete_all(cluster.url, few, asks_again=True, num_speculative_tokens=0)
         answers = complete_all(cluster.url, few, asks_again=True)
