@@ -71,11 +71,11 @@ def is_running(pid: int) -> bool:
 
 
 def answers_through(programs: Programs, cases: list[Case], fault: Callable[[], None]) -> list[list[int]]:
-    """Returns the answers at k = 4; `fault` is called while every target is answering."""
+    """Returns the answers at k = 4; `fault` is called while every target is computing several."""
     assert eventually(lambda: not any(programs.num_running()))
     with ThreadPoolExecutor(1) as threads:
         answering = threads.submit(complete_all, programs.url, cases, num_speculative_tokens=4)
-        assert eventually(lambda: all(programs.num_running()))
+        assert eventually(lambda: min(programs.num_running(), default=0) > 1)
         fault()  # in this thread: what it starts would end with another
         return answering.result()
 
