@@ -209,7 +209,7 @@ class ReplicaPool:
         if lost_at is None:
             return
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(lost_at + _CHANGE_TIMEOUT_S):  # the loop's clock is time.monotonic
+            async with asyncio.timeout(lost_at + _CHANGE_TIMEOUT_S - time.monotonic()):
                 while not self.usable:
                     await self._changed.wait()
 
