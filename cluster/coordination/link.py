@@ -232,7 +232,8 @@ class DraftLink:
 
     async def _write(self, call: _Call, outbox: Outbox[SpeculateRequest]) -> None:
         waiting = SpeculateRequest()
-        with contextlib.suppress(grpc.aio.BaseError, asyncio.InvalidStateError):  # the stream has ended
+        # All of these say that the stream has ended.
+        with contextlib.suppress(grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
             while True:
                 newer = outbox.take_waiting() if waiting else await outbox.take()
                 if newer is not None:

@@ -72,12 +72,12 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         try:
             await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
         finally:
+            reader.cancel()  # before the link is detached: a later request would open sequences that nobody closes
             self._worker.detach(link)
             outbox.close()
             # Sending a status during a write is an error in gRPC. Peers that do not read are not waited for.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(writing.acquire(), _LAST_WRITE_SECONDS)
-            reader.cancel()
             writer.cancel()
             await asyncio.gather(reader, writer, return_exceptions=True)
         if not writer.cancelled():

@@ -189,6 +189,11 @@ class Replica:
         return self.num_in_flight + self._num_others
 
     @property
+    def is_new(self) -> bool:
+        """True until its first poll has ended."""
+        return self._newest_answered < 0
+
+    @property
     def is_silent(self) -> bool:
         """True if the last poll was not answered in time: other replicas are preferred."""
         return self._num_silent_polls > 0

@@ -200,17 +200,17 @@ class ReplicaPool:
         raise self.nobody()
 
     async def wait_out_change(self) -> None:
-        """Waits while no replica is usable, until _CHANGE_TIMEOUT_S seconds after the last one went.
+        """Waits while no replica is usable, but one may become so soon.
 
-        Another one may take its place: a rolling update can end the last known replica before its successor has been
-        polled.
+        That is until _CHANGE_TIMEOUT_S seconds after the last usable one went, because a rolling update can end it
+        before its successor is listed, and otherwise while a new one was not polled yet, for as long at most.
         """
         lost_at = self._retry_after.lost_at
-        if lost_at is None:
-            return
+        seconds = 0.0 if lost_at is None else lost_at + _CHANGE_TIMEOUT_S - time.monotonic()
+        was_lost = seconds > 0.0
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(lost_at + _CHANGE_TIMEOUT_S - time.monotonic()):
-                while not self.usable:
+            async with asyncio.timeout(seconds if was_lost else _CHANGE_TIMEOUT_S):
+                while not self.usable and (was_lost or any(replica.is_new for replica in self.replicas)):
                     await self._changed.wait()
 
     async def _follow(self, has_begun: asyncio.Event) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import queue
 from collections.abc import AsyncIterator
@@ -18,6 +19,8 @@ from tests.waiting import WAIT_S, wait_until
 
 FINGERPRINT = "the same tokenizer"
 
+_DEAF_S = 0.5
+
 
 class DraftServer(draft_pb2_grpc.DraftServicer):
     """Stopped and started again, it has the same address."""
@@ -28,6 +31,7 @@ class DraftServer(draft_pb2_grpc.DraftServicer):
         self.messages: queue.Queue[draft_pb2.SpeculateRequest] = queue.Queue()
         self.num_streams = 0
         self.num_streams_ever = 0
+        self.is_deaf = False  # streams end after a while, and nothing on them is read
         self._loop = loop
         self._listener = listener or Listener()
         self.start()
@@ -84,6 +88,10 @@ class DraftServer(draft_pb2_grpc.DraftServicer):
         self.num_streams += 1
         self.num_streams_ever += 1
         try:
+            if self.is_deaf:
+                await context.send_initial_metadata(())
+                await asyncio.sleep(_DEAF_S)
+                return
             async for message in request_iterator:
                 self.messages.put(message)
         finally:

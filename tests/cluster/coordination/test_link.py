@@ -6,6 +6,7 @@ import logging
 import queue
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -259,6 +260,19 @@ class TestLosses:
         up.comes_up()
         carries_a_round(up, server)
         assert "RuntimeError: a request could not be written" in caplog.text
+
+    def test_a_worker_that_stops_during_a_write_has_stopped(
+        self, side: Side, server: DraftServer, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        server.stop()
+        server.is_deaf = True
+        server.start()
+        caplog.set_level(logging.INFO)
+        wait_until(lambda: server.num_streams == 1)
+        opening = Open(1, [70_000] * 200_000, 3, SamplingParams(), NoiseKey(1, 2), 4, 10)
+        side.link.send(SpeculateRequest(opens={number: replace(opening, wire_id=number) for number in range(1, 20)}))
+        wait_until(lambda: f"{server.address} is down" in caplog.text)
+        assert "Traceback" not in caplog.text
 
     def test_what_ended_a_stream_is_said(self, up: Side, server: DraftServer, caplog: pytest.LogCaptureFixture) -> None:
         server.end(grpc.StatusCode.RESOURCE_EXHAUSTED, "Received message larger than max")

@@ -366,6 +366,22 @@ def test_a_request_waits_for_a_while_after_the_last_target_went(background, new_
     background.run(run())
 
 
+def test_a_request_waits_for_the_first_poll_of_a_new_target(background, new_target, tokenizer):
+    target = new_target()
+    target.describe_delay_s = 0.3
+
+    async def run() -> None:
+        endpoints = Endpoints()
+        async with following(endpoints, tokenizer) as pool:
+            endpoints.become(target)
+            await until(lambda: bool(pool.replicas))
+            assert not pool.usable
+            await asyncio.wait_for(pool.wait_out_change(), WAIT_S)
+            assert pool.choose().address == target.address
+
+    background.run(run())
+
+
 def test_a_request_does_not_wait_for_a_first_target(background, new_target, tokenizer):
     target = new_target()
 
