@@ -200,10 +200,11 @@ class ReplicaPool:
         raise self.nobody()
 
     async def wait_out_change(self) -> None:
-        """Waits while no replica is usable, but one may become so soon.
+        """Waits while no replica is usable, but one may become usable soon.
 
-        That is until _CHANGE_TIMEOUT_S seconds after the last usable one went, because a rolling update can end it
-        before its successor is listed, and otherwise while a new one was not polled yet, for as long at most.
+        If the last usable replica went less than _CHANGE_TIMEOUT_S seconds ago, waits until that time is over: a
+        rolling update can end it before its successor is known. Otherwise waits for the first poll of new replicas, for
+        the same time at most.
         """
         lost_at = self._retry_after.lost_at
         seconds = 0.0 if lost_at is None else lost_at + _CHANGE_TIMEOUT_S - time.monotonic()
