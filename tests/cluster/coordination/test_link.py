@@ -102,6 +102,13 @@ def carries_a_round(side: Side, server: DraftServer, wire_id: int = 1) -> LinkEv
     return event
 
 
+def comes_back(side: Side, server: DraftServer) -> None:
+    """The stream ends, and the link carries rounds on the next one."""
+    side.goes_down()
+    side.comes_up()
+    carries_a_round(side, server)
+
+
 class TestRounds:
     def test_requests_arrive_and_replies_come_back(self, up: Side, server: DraftServer) -> None:
         carries_a_round(up, server)
@@ -232,9 +239,7 @@ class TestLosses:
         self, columns: dict[str, list[int]], up: Side, server: DraftServer, caplog: pytest.LogCaptureFixture
     ) -> None:
         server.send(draft_pb2.SpeculateReply(proposals=draft_pb2.Proposals(**columns)))
-        up.goes_down()
-        up.comes_up()
-        carries_a_round(up, server)
+        comes_back(up, server)
         wait_until(lambda: server.num_streams == 1)
         assert server.num_streams_ever == 2
         (message,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
@@ -247,30 +252,29 @@ class TestLosses:
     ) -> None:
         up.failure = ZeroDivisionError("not foreseen")
         carries_a_round(up, server)
-        up.goes_down()
-        up.comes_up()
-        carries_a_round(up, server)
+        comes_back(up, server)
         assert "ZeroDivisionError: not foreseen" in caplog.text
 
     def test_a_request_that_cannot_be_written_ends_the_stream_and_not_the_link(
         self, up: Side, server: DraftServer, caplog: pytest.LogCaptureFixture
     ) -> None:
         up.link.send(advances(1, -7))  # token IDs are unsigned on the wire
-        up.goes_down()
-        up.comes_up()
-        carries_a_round(up, server)
+        comes_back(up, server)
         assert "RuntimeError: a request could not be written" in caplog.text
 
     def test_a_worker_that_stops_during_a_write_has_stopped(
-        self, side: Side, server: DraftServer, caplog: pytest.LogCaptureFixture
+        self, up: Side, server: DraftServer, caplog: pytest.LogCaptureFixture
     ) -> None:
         server.stop()
+        up.goes_down()
         server.is_deaf = True
         server.start()
+        up.comes_up()
+        caplog.clear()
         caplog.set_level(logging.INFO)
-        wait_until(lambda: server.num_streams == 1)
         opening = Open(1, [70_000] * 200_000, 3, SamplingParams(), NoiseKey(1, 2), 4, 10)
-        side.link.send(SpeculateRequest(opens={number: replace(opening, wire_id=number) for number in range(1, 20)}))
+        up.link.send(SpeculateRequest(opens={number: replace(opening, wire_id=number) for number in range(1, 20)}))
+        up.goes_down()
         wait_until(lambda: f"{server.address} is down" in caplog.text)
         assert "Traceback" not in caplog.text
 

@@ -319,6 +319,16 @@ def test_the_reference_stays_while_its_worker_may_come_back_and_then_passes_on(
     background.run(run())
 
 
+async def waits_for(target: ScriptedTarget, endpoints: Endpoints, pool: ReplicaPool) -> None:
+    """A request waits until only `target` is listed, and is for it."""
+    waiting = asyncio.create_task(pool.wait_out_change())
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    endpoints.become(target)
+    await asyncio.wait_for(waiting, WAIT_S)
+    assert pool.choose().address == target.address
+
+
 def test_a_request_waits_for_those_that_take_over(background, new_target, tokenizer):
     old, new = new_target(), new_target()
     with_traits(old, weights="a")
@@ -332,12 +342,7 @@ def test_a_request_waits_for_those_that_take_over(background, new_target, tokeni
             await until(lambda: [replica.status for replica in pool.replicas] == ["up", "refused"])
             old.description.is_draining = True
             await until(lambda: not pool.usable)
-            waiting = asyncio.create_task(pool.wait_out_change())
-            await asyncio.sleep(0.1)
-            assert not waiting.done()
-            endpoints.become(new)
-            await asyncio.wait_for(waiting, WAIT_S)
-            assert pool.choose().address == new.address
+            await waits_for(new, endpoints, pool)
 
     background.run(run())
 
@@ -351,12 +356,7 @@ def test_a_request_waits_for_a_while_after_the_last_target_went(background, new_
             await until(lambda: len(pool.usable) == 1)
             endpoints.become()
             await until(lambda: not pool.replicas)
-            waiting = asyncio.create_task(pool.wait_out_change())
-            await asyncio.sleep(0.1)
-            assert not waiting.done()
-            endpoints.become(new)
-            await asyncio.wait_for(waiting, WAIT_S)
-            assert pool.choose().address == new.address
+            await waits_for(new, endpoints, pool)
             monkeypatch.setattr(replicas_module, "_CHANGE_TIMEOUT_S", 0.5)
             endpoints.become()
             await until(lambda: not pool.replicas)

@@ -25,13 +25,10 @@ SHORT_OF_BLOCKS = {
 }
 # An engine takes 40 CPU seconds: `make test` runs three configurations. `tests/system/ray/test_vllm.py` has two ranks,
 # and `tests/cluster/vllm/v2/test_device_drafts.py` has draft models, with the V2 runner.
+VLLM_DRAFT = {"draft.drafter": "vllm", "draft.engine_args": "{enforce_eager: true}"}
 CONFIGURATIONS: dict[str, Mapping[str, object]] = {
     "few blocks and a draft pool far away": SHORT_OF_BLOCKS,
-    "bfloat16 and a vLLM draft": {
-        "target.dtype": "bfloat16",
-        "draft.drafter": "vllm",
-        "draft.engine_args": "{enforce_eager: true}",
-    },
+    "bfloat16 and a vLLM draft": {"target.dtype": "bfloat16", **VLLM_DRAFT},
     "vLLM's own EAGLE": {
         "draft.drafter": "engine",
         "draft.model": "outrider-eagle-12m",
@@ -41,6 +38,7 @@ CONFIGURATIONS: dict[str, Mapping[str, object]] = {
     **length(
         {},
         {
+            "a vLLM draft": VLLM_DRAFT,
             "two tensor-parallel ranks": {"target.tensor_parallel_size": 2},
             "vLLM's own draft model": {
                 "draft.drafter": "engine",
