@@ -71,7 +71,8 @@ class RayNodes:
             "object_store_memory": _MEMORY,
         }
         # Apart from other Rays of this machine, which look for one that was started here. Sockets need a short path.
-        self._folder = tempfile.TemporaryDirectory(prefix="or-")
+        # Programs of Ray that have not ended yet may write to it while it is removed.
+        self._folder = tempfile.TemporaryDirectory(prefix="or-", ignore_cleanup_errors=True)
         os.environ["RAY_TMPDIR"] = self._folder.name
         self._redis = _Redis() if has_redis else None
         if self._redis is not None:

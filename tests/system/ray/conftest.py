@@ -62,6 +62,6 @@ def cluster(running: RayFaultCluster) -> RayFaultCluster:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """For temporary files, whose path is short enough for Ray's sockets."""
-    with tempfile.TemporaryDirectory(prefix="or-") as name:
+    """For temporary files, whose path is short enough for Ray's sockets. Ray may write to it until the end."""
+    with tempfile.TemporaryDirectory(prefix="or-", ignore_cleanup_errors=True) as name:
         yield Path(name)
