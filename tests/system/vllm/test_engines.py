@@ -23,12 +23,12 @@ SHORT_OF_BLOCKS = {
     "target.max_model_len": 512,
     "simulation.round_trip_ms": 15,
 }
-# An engine takes 40 CPU seconds: `make test` runs three configurations. `tests/system/ray/test_vllm.py` has two ranks,
+# An engine takes 40 CPU seconds: `make test` runs two configurations. `tests/system/ray/test_vllm.py` has two ranks,
 # and `tests/cluster/vllm/v2/test_device_drafts.py` has draft models, with the V2 runner.
+BFLOAT16 = "bfloat16 and a vLLM draft"
 VLLM_DRAFT = {"draft.drafter": "vllm", "draft.engine_args": "{enforce_eager: true}"}
 CONFIGURATIONS: dict[str, Mapping[str, object]] = {
-    "few blocks and a draft pool far away": SHORT_OF_BLOCKS,
-    "bfloat16 and a vLLM draft": {"target.dtype": "bfloat16", **VLLM_DRAFT},
+    "few blocks and a vLLM draft far away": {**SHORT_OF_BLOCKS, **VLLM_DRAFT},
     "vLLM's own EAGLE": {
         "draft.drafter": "engine",
         "draft.model": "outrider-eagle-12m",
@@ -38,7 +38,7 @@ CONFIGURATIONS: dict[str, Mapping[str, object]] = {
     **length(
         {},
         {
-            "a vLLM draft": VLLM_DRAFT,
+            BFLOAT16: {"target.dtype": "bfloat16", **VLLM_DRAFT},
             "two tensor-parallel ranks": {"target.tensor_parallel_size": 2},
             "vLLM's own draft model": {
                 "draft.drafter": "engine",
@@ -53,7 +53,7 @@ CONFIGURATIONS: dict[str, Mapping[str, object]] = {
     ),
 }
 # Of 20 or 40 answers: float32 has a near-tie rarely, bfloat16 one in a thousand tokens.
-MAX_DIFFERENT = {"bfloat16 and a vLLM draft": length(2, 4)}
+MAX_DIFFERENT = {BFLOAT16: 4}
 NUM_CASES = length(10, 20)
 
 
