@@ -282,7 +282,10 @@ def usage(
 
 
 def wait_for_health(router: Router) -> None:
-    """A lost target is not used until it has answered a poll again."""
+    """A lost target is not used until it has answered a poll again.
+
+    A new one that has the port of an earlier one may be lost at first, with the connection to that one.
+    """
     wait_until(lambda: router.client.get("/health").status_code == 200)
 
 
@@ -356,7 +359,9 @@ def target(new_target) -> ScriptedTarget:
 
 @pytest.fixture
 def router(new_router, target) -> Router:
-    return new_router([target.address])
+    router: Router = new_router([target.address])
+    wait_for_health(router)
+    return router
 
 
 @pytest.fixture(scope="session")
@@ -393,7 +398,9 @@ def new_model(background: BackgroundLoop, chat_folder: Path, tmp_path: Path) -> 
         background.run(target.start())
         running = running_router(background, folder, [target.address], **settings)
         started.append((running, target))
-        return Model(running.__enter__(), target, tokenizer)
+        router = running.__enter__()
+        wait_for_health(router)
+        return Model(router, target, tokenizer)
 
     yield start
     for running, target in started:
