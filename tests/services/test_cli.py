@@ -238,6 +238,9 @@ def test_plan_memory_says_what_it_does_not_know(capsys: pytest.CaptureFixture[st
 def test_a_draft_worker_that_nobody_would_call_does_not_start(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["draft", "--set", "draft.placement=in-process"]) == 2
     assert "draft.placement in-process has no draft workers" in capsys.readouterr().err
+    eagle = ["draft.placement=in-process", "draft.drafter=eagle", "draft.model=outrider-eagle-12m"]
+    assert cli.main(["draft", *(part for setting in eagle for part in ("--set", setting))]) == 2
+    assert "draft.drafter eagle drafts in the target's process" in capsys.readouterr().err
 
 
 def test_importing_the_command_imports_no_torch() -> None:

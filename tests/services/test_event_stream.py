@@ -1,0 +1,80 @@
+"""Answers of routers that commands read as events, and other answers that they explain."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from cluster.errors import ConfigurationError
+from services.event_stream import stream_events
+from services.http_call import API_KEY
+
+
+class Answering(ThreadingHTTPServer):
+    """Answers every request with `status` and `body`, and remembers the key."""
+
+    status, body = 200, b""
+    authorization: str | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Answering
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.server.authorization = self.headers["authorization"]
+        self.send_response(self.server.status)
+        self.end_headers()
+        self.wfile.write(self.server.body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[Answering]:
+    server = Answering(("127.0.0.1", 0), _Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_events_are_read_with_the_key(server: Answering, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(API_KEY, "secret")
+    server.body = b': comment\n\ndata: {"a": 1}\n\ndata: {"a": 2}\n\ndata: [DONE]\n\n'
+    assert list(stream_events(server.url, "/v1/completions", {})) == [{"a": 1}, {"a": 2}]
+    assert server.authorization == "Bearer secret"
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "message"),
+    [
+        (401, b"", f"requires a key: set {API_KEY}"),
+        (400, b'{"error": {"message": "max_tokens\\nis -1"}}', "answers 400: max_tokens\\nis -1"),
+        (502, b"<html>", "answers 502: b'<html>'"),
+        (200, b'data: {"error": {"message": "the target\\nis lost"}}\n\n', "ends with an error: the target\\nis lost"),
+        (200, b"data: {\n\n", "does not answer as expected"),
+    ],
+)
+def test_another_answer_is_explained(server: Answering, status: int, body: bytes, message: str) -> None:
+    server.status, server.body = status, body
+    with pytest.raises(ConfigurationError) as raised:
+        list(stream_events(server.url, "/v1/completions", {}))
+    assert message in str(raised.value)
+    assert server.url in str(raised.value)
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://127.0.0.1", "http://"])
+def test_the_address_of_no_router_is_refused(url: str) -> None:
+    with pytest.raises(ConfigurationError, match="is not http://host:port"):
+        list(stream_events(url, "/v1/completions", {}))
