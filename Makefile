@@ -6,10 +6,12 @@ PIP_FLAGS ?=
 ARGS ?=
 
 BIN := .venv/bin
-# A kernel of an earlier build would go before the new one if its name is that of one version of Python. Compiling the 33,000
-# modules of all packages takes 43 s; Python compiles those that are imported, and has to keep them: without, a target's
-# imports take 4.2 CPU seconds at each start instead of 2.0, and vLLM's 24 instead of 10.
+# INSTALL does not compile packages, as all 33,000 modules take 43 s. Python compiles those that it imports, and must be
+# allowed to store them: otherwise each start of a target spends 4.2 CPU seconds on imports instead of 2.0, and each
+# start of vLLM 24 instead of 10.
 unexport PYTHONDONTWRITEBYTECODE
+# pip does not remove kernels of an earlier build. One whose name has a version of Python would be loaded instead of the
+# new one.
 INSTALL := echo "Installing into .venv; this takes about 3 minutes and prints nothing" >&2 && \
   rm -f cluster/*/_*.so && $(BIN)/pip install --quiet --no-compile $(PIP_FLAGS)
 KERNELS := $(wildcard cluster/*/kernels/*.[ch])

@@ -71,7 +71,7 @@ class RayNodes:
             "object_store_memory": _MEMORY,
         }
         # Apart from other Rays of this machine, which look for one that was started here. Sockets need a short path.
-        # Programs of Ray that have not ended yet may write to it while it is removed.
+        # Ray's programs may still write logs here after the shutdown, which is no failure of a test.
         self._folder = tempfile.TemporaryDirectory(prefix="or-", ignore_cleanup_errors=True)
         os.environ["RAY_TMPDIR"] = self._folder.name
         self._redis = _Redis() if has_redis else None
@@ -129,7 +129,7 @@ class RayNodes:
         self._cluster.head_node.start_gcs_server()
 
     def close(self) -> None:
-        """Shuts everything down, in the order that leaves nothing behind."""
+        """Shuts everything down. A log that Ray writes while the folder is removed may stay."""
         if ray.is_initialized():
             serve.shutdown()
         ray.shutdown()

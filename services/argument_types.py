@@ -90,9 +90,12 @@ def depth_or_auto(text: str) -> int | str:
     if text == "auto":
         return text
     try:
-        return int(text)
+        number = int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a number") from None
+        number = -1
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is neither auto nor a whole number from 0 up")
+    return number
 
 
 def name_and_value(text: str) -> tuple[str, str]:

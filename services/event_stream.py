@@ -27,16 +27,20 @@ def stream_events(
     Sends the key in the environment. Closing the iterator ends the request. Raises ConfigurationError if there is no
     such answer, or it ends with an error.
     """
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise ConfigurationError(f"{url!r} is not http://host:port: {error}") from None
+    if parts.scheme not in ("http", "https") or not host:
         raise ConfigurationError(f"{url!r} is not http://host:port")
     headers = {"content-type": "application/json"}
     if key := os.environ.get(API_KEY):
         headers["authorization"] = f"Bearer {key}"
-    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=_SECONDS)
+    connection = http.client.HTTPConnection(host, port, timeout=_SECONDS)
     if parts.scheme == "https":
         connection = http.client.HTTPSConnection(
-            parts.hostname, parts.port, timeout=_SECONDS, context=context or ssl.create_default_context()
+            host, port, timeout=_SECONDS, context=context or ssl.create_default_context()
         )
     try:
         connection.request("POST", path, json.dumps(body | {"stream": True}), headers)
@@ -46,8 +50,11 @@ def stream_events(
         for line in answer:
             if line.startswith(_DATA) and line.strip() != b"data: [DONE]":
                 event = json.loads(line.removeprefix(_DATA))
+                if not isinstance(event, dict):
+                    raise ValueError("an event is not a JSON object")
                 if "error" in event:
-                    message = as_line(str(event["error"].get("message")))
+                    reason = event["error"]
+                    message = as_line(str(reason.get("message") if isinstance(reason, dict) else reason))
                     raise ConfigurationError(f"{url}: the answer ends with an error: {message}")
                 yield event
     except (OSError, ValueError, http.client.HTTPException) as error:

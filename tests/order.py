@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-# Files of tests that share a cluster, with about how many seconds they take where half of the machine is theirs.
+# Files of tests that share a cluster, with about how many seconds they take while two other processes run tests.
 # A file that is not here is a group of its own.
 _TOGETHER: dict[str, tuple[float, tuple[str, ...]]] = {
     "Ray's nodes": (400.0, ("ray/test_faults.py", "ray/test_scaling.py", "ray/test_upgrade.py")),
@@ -27,7 +27,7 @@ _TOGETHER: dict[str, tuple[float, tuple[str, ...]]] = {
     "two of each": (140.0, ("test_affinity.py", "test_failover.py", "test_faults.py", "test_several_targets.py")),
 }
 _SECONDS = {
-    "tests/system/vllm/test_engines.py": 300.0,
+    "tests/system/vllm/test_engines.py": 200.0,
     "tests/system/ray/test_launcher.py": 180.0,
     "tests/bench/test_faults.py": 140.0,
     "tests/system/vllm/test_lora.py": 100.0,

@@ -1,7 +1,8 @@
-"""Answers of routers that commands read as events, and other answers that they explain."""
+"""Answers of a router as events, and the errors for unusable ones."""
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,9 +15,11 @@ from services.http_call import API_KEY
 
 
 class Answering(ThreadingHTTPServer):
-    """Answers every request with `status` and `body`, and remembers the key."""
+    """Answers every request with `status` and `body`, and keeps the last request."""
 
     status, body = 200, b""
+    path = ""
+    request: object = None
     authorization: str | None = None
 
     @property
@@ -28,7 +31,8 @@ class _Handler(BaseHTTPRequestHandler):
     server: Answering
 
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["content-length"]))
+        self.server.path = self.path
+        self.server.request = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.server.authorization = self.headers["authorization"]
         self.send_response(self.server.status)
         self.end_headers()
@@ -52,7 +56,8 @@ def server() -> Iterator[Answering]:
 def test_events_are_read_with_the_key(server: Answering, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(API_KEY, "secret")
     server.body = b': comment\n\ndata: {"a": 1}\n\ndata: {"a": 2}\n\ndata: [DONE]\n\n'
-    assert list(stream_events(server.url, "/v1/completions", {})) == [{"a": 1}, {"a": 2}]
+    assert list(stream_events(server.url, "/v1/completions", {"prompt": "a"})) == [{"a": 1}, {"a": 2}]
+    assert (server.path, server.request) == ("/v1/completions", {"prompt": "a", "stream": True})
     assert server.authorization == "Bearer secret"
 
 
@@ -63,7 +68,9 @@ def test_events_are_read_with_the_key(server: Answering, monkeypatch: pytest.Mon
         (400, b'{"error": {"message": "max_tokens\\nis -1"}}', "answers 400: max_tokens\\nis -1"),
         (502, b"<html>", "answers 502: b'<html>'"),
         (200, b'data: {"error": {"message": "the target\\nis lost"}}\n\n', "ends with an error: the target\\nis lost"),
+        (200, b'data: {"error": "lost"}\n\n', "ends with an error: lost"),
         (200, b"data: {\n\n", "does not answer as expected"),
+        (200, b"data: 1\n\n", "an event is not a JSON object"),
     ],
 )
 def test_another_answer_is_explained(server: Answering, status: int, body: bytes, message: str) -> None:
@@ -74,7 +81,9 @@ def test_another_answer_is_explained(server: Answering, status: int, body: bytes
     assert server.url in str(raised.value)
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://127.0.0.1", "http://"])
-def test_the_address_of_no_router_is_refused(url: str) -> None:
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:8000", "ftp://127.0.0.1", "http://", "http://[::1", "http://a:b", "http://a:99999"]
+)
+def test_an_invalid_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigurationError, match="is not http://host:port"):
         list(stream_events(url, "/v1/completions", {}))

@@ -70,10 +70,11 @@ class TestDoctor:
         assert "low acceptance" not in text
         assert "From the formula's speedup to the measured one" in text
 
-    def test_a_sick_cluster_is_told_what_ails_it(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_it_finds_low_acceptance(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """The metrics pages need a token. The doctor has it for a cluster that it starts itself.
 
-        On a busy machine, the depth may be 0 during all of a short run if a controller chooses it.
+        The depth is fixed: on a busy machine a controller may choose 0 for all of a short run, which leaves no
+        acceptance to judge.
         """
         token = tmp_path / "token"
         token.write_text("scraper-0123456789abcdef\n")

@@ -1,4 +1,4 @@
-"""Files of tokens that cannot be used."""
+"""Token files, usable and unusable ones."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ FIRST, SECOND = "first-0123456789", "second-0123456789"
         (None, "cannot read"),
         ("gültig-0123456789abc", "is not ASCII text"),
         ("# only a comment\n\n", "has no token"),
-        ("short", "is not 16 or more printable characters"),
+        ("first-012345678", "is not 16 or more printable characters"),
+        ("first\a0123456789abc", "is not 16 or more printable characters"),
         (f"{FIRST} {SECOND}", "without spaces"),
     ],
 )
-def test_it_is_refused_without_quoting_it(tmp_path: Path, content: str | None, message: str) -> None:
+def test_an_unusable_file_is_refused_without_quoting_a_token(tmp_path: Path, content: str | None, message: str) -> None:
     file = tmp_path / "token"
     if content is not None:
         file.write_text(content, encoding="utf-8")

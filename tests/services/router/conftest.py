@@ -282,9 +282,10 @@ def usage(
 
 
 def wait_for_health(router: Router) -> None:
-    """A lost target is not used until it has answered a poll again.
+    """Waits until the router has a usable target.
 
-    A new one that has the port of an earlier one may be lost at first, with the connection to that one.
+    gRPC shares connections within a process. If a new target has the port of a stopped one, its router may first use
+    the broken connection.
     """
     wait_until(lambda: router.client.get("/health").status_code == 200)
 

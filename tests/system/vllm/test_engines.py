@@ -23,8 +23,9 @@ SHORT_OF_BLOCKS = {
     "target.max_model_len": 512,
     "simulation.round_trip_ms": 15,
 }
-# An engine takes 40 CPU seconds: `make test` runs two configurations. `tests/system/ray/test_vllm.py` has two ranks,
-# and `tests/cluster/vllm/v2/test_device_drafts.py` has draft models, with the V2 runner.
+# An engine and its draft worker take 60 CPU seconds, so `make test` runs two configurations: only `make soak` has
+# targets of vLLM in bfloat16, and preempted sequences with a draft of the PyTorch engine. With the V2 runner,
+# `tests/system/ray/test_vllm.py` has two ranks, and `tests/cluster/vllm/v2/test_device_drafts.py` has draft models.
 BFLOAT16 = "bfloat16 and a vLLM draft"
 VLLM_DRAFT = {"draft.drafter": "vllm", "draft.engine_args": "{enforce_eager: true}"}
 CONFIGURATIONS: dict[str, Mapping[str, object]] = {
@@ -38,6 +39,7 @@ CONFIGURATIONS: dict[str, Mapping[str, object]] = {
     **length(
         {},
         {
+            "few blocks and a draft pool far away": SHORT_OF_BLOCKS,
             BFLOAT16: {"target.dtype": "bfloat16", **VLLM_DRAFT},
             "two tensor-parallel ranks": {"target.tensor_parallel_size": 2},
             "vLLM's own draft model": {
@@ -52,7 +54,7 @@ CONFIGURATIONS: dict[str, Mapping[str, object]] = {
         },
     ),
 }
-# Of 20 or 40 answers: float32 has a near-tie rarely, bfloat16 one in a thousand tokens.
+# Answers that near-ties may change, of 40 in `make soak`: float32 has one rarely, bfloat16 one in a thousand tokens.
 MAX_DIFFERENT = {BFLOAT16: 4}
 NUM_CASES = length(10, 20)
 
