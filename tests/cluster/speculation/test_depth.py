@@ -249,4 +249,6 @@ class TestThreshold:
 def test_fixed_is_fixed() -> None:
     controller = FixedController(4)
     own = [Candidate(acceptance(0.5), MAX_DEPTH, None), Candidate(acceptance(0.5), MAX_DEPTH, None, fixed_depth=2)]
-    assert depths_of(controller, own, 2) == [4, 2]
+    choice = controller.choose(NextStep(own, 2))
+    assert choice.num_drafts == [4, 2]
+    assert choice.expected_tokens == pytest.approx([1.94, 1.75], abs=0.2)  # 1 + 0.5 + 0.25 + ..., about

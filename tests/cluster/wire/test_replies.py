@@ -62,6 +62,8 @@ def test_merged_replies_keep_every_token_and_every_round():
 def test_where_rounds_begin_is_told_where_plain_decodes_are_between_them():
     replies = {1: CallReply([1, 2], rounds=[RoundCounts(4, 1)]), 2: CallReply([3])}
     assert not encode_replies(replies).round_starts
+    two = [RoundCounts(4, 1), RoundCounts(4, 0, 2)]  # the second begins after the first one's two tokens
+    assert not encode_replies({3: CallReply([1, 2, 3], rounds=two)}).round_starts
     replies[2].merge(CallReply([4, 5], rounds=[RoundCounts(2, 1)]))
     replies[2].merge(CallReply([6]))
     message = on_the_wire(encode_replies(replies))

@@ -130,7 +130,10 @@ def test_a_target_is_told_everything(router: Router, target: ScriptedTarget) -> 
         "cache_salt": "mine",
         "vllm_xargs": {"num_speculative_tokens": 2},
     }
-    assert router.complete(prompt=[1, 2], max_tokens=4, **fields).status_code == 200
+    response = router.complete(prompt=[1, 2], max_tokens=4, **fields)
+    assert response.status_code == 200
+    first, second = response.json()["choices"][0]["prompt_logprobs"]
+    assert (first, "2" in second) == (None, True)
     (request,) = target.requests
     assert list(request.stop_token_ids) == [7, 9]
     assert request.constraints.min_tokens == 2
