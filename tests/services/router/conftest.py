@@ -371,6 +371,7 @@ def shared_router(background, model_folder, tokenizer) -> Iterator[Router]:
     target = ScriptedTarget(tokenizer)
     background.run(target.start())
     with running_router(background, model_folder, [target.address], max_body_bytes=20_000) as router:
+        wait_for_health(router)
         yield router
     background.run(target.stop())
 
