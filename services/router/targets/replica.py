@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Literal, NamedTuple
@@ -132,7 +131,7 @@ class Replica:
         self._stub = target_pb2_grpc.TargetStub(self._channel)
         self._calls: CallStream | None = None
         self._calls_epoch: int | None = None  # epoch of the worker that the stream was opened to; None: not known yet
-        self._polls = itertools.count()
+        self._num_polls = 0
         self._newest_answered = -1
         self._num_silent_polls = 0
         self._has_answered = False  # whether it ever answered
@@ -200,7 +199,7 @@ class Replica:
 
     async def poll(self) -> None:
         """Polls the description. Decides if the replica may get requests, and if it is lost."""
-        number = next(self._polls)
+        number, self._num_polls = self._num_polls, self._num_polls + 1
         await self._follow_certificates()
         failure: grpc.aio.AioRpcError | None = None
         description: target_pb2.TargetDescription | None = None
@@ -208,8 +207,8 @@ class Replica:
             description = await self._stub.Describe(types_pb2.DescribeRequest(), timeout=POLL_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             failure = error
-        if number < self._newest_answered:
-            return  # a later poll has been answered
+        if number <= self._newest_answered:
+            return  # a later poll has been answered, or the worker was lost since
         self._newest_answered = number
         if description is not None:
             was_silent, self._num_silent_polls = self.is_silent, 0
@@ -348,8 +347,9 @@ class Replica:
         """Returns the error of calls whose stream has ended.
 
         `why`: the reason; None if the worker closed the stream. Other replicas are chosen until this one answers a
-        poll.
+        poll that is sent from now on.
         """
+        self._newest_answered = self._num_polls - 1
         if why is None:  # a draining worker closes the stream when no call runs on it
             self._become("draining", _IS_DRAINING)
             return ReplicaLostError("draining")

@@ -122,11 +122,12 @@ def expected(heads: dict[str, Changes]) -> dict[str, list[int]]:
 def test_the_tokens_are_those_without_drafts(
     drafter: str, share: float, changes: Changes, heads: dict[str, Changes], expected: dict[str, list[int]]
 ) -> None:
-    """`share`: at least this share of the drafts is accepted."""
+    """`share`: at least this share of the drafts is accepted if the depth does not depend on the machine's speed."""
     target = new_target(heads[drafter], changes)
     answers = Answers(target, requests(None))
     assert answers.token_ids == expected
-    assert answers.num_accepted > share * answers.num_drafts
+    if "controller" not in changes.get("speculation", {}):
+        assert answers.num_accepted > share * answers.num_drafts
     if "kv_cache_bytes" in changes.get("target", {}):
         assert sum(r.value for r in target.readings() if r.name == "vllm:num_preemptions") > 0
 

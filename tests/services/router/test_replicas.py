@@ -73,6 +73,29 @@ def test_a_message_that_cannot_be_used_ends_the_stream(background, target, token
     background.run(run())
 
 
+def test_an_answer_sent_before_the_loss_does_not_bring_the_replica_back(background, target, tokenizer, monkeypatch):
+    message = target_pb2.GenerateReplies(calls=[0], num_tokens=[7])
+
+    async def run() -> None:
+        replica = Replica(target.address, tokenizer.fingerprint())
+        await replica.poll()
+        target.describe_delay_s = 0.5
+        poll = asyncio.create_task(replica.poll())
+        await asyncio.sleep(0.1)
+        monkeypatch.setattr("tests.services.router.conftest.encode_replies", lambda replies: message)
+        with pytest.raises(UnavailableError, match="lost"):
+            await answer(replica)
+        monkeypatch.undo()
+        await poll
+        assert replica.problem == "was lost"
+        target.describe_delay_s = 0.0
+        await replica.poll()
+        assert replica.problem is None
+        await replica.close()
+
+    background.run(run())
+
+
 def test_streams_wait_for_the_restart_of_a_target_that_dies_amid_them(background, router, target):
     target.hang_after = 2
     streams: list[list] = []
