@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gzip
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
@@ -17,6 +15,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1 import trace_pb2
 
+from tests.http_server import HttpAnswer, HttpRequest, answering
 from tests.waiting import wait_until
 
 
@@ -62,34 +61,23 @@ class Collector:
 def collecting() -> Iterator[Collector]:
     collector = Collector()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["content-length"]))
-            if self.headers.get("content-encoding") == "gzip":
-                body = gzip.decompress(body)
-            is_known = self.path == "/v1/traces"
-            if is_known:
-                collector.headers.append({name.lower(): value for name, value in self.headers.items()})
-                collector.take(ExportTraceServiceRequest.FromString(body))
-            answer = ExportTraceServiceResponse().SerializeToString()
-            self.send_response(200 if is_known else 404)
-            self.send_header("content-type", "application/x-protobuf")
-            self.send_header("content-length", str(len(answer)))
-            self.end_headers()
-            self.wfile.write(answer)
+    def answer(request: HttpRequest) -> HttpAnswer:
+        is_known = request.path == "/v1/traces"
+        if is_known:
+            is_packed = request.headers.get("content-encoding") == "gzip"
+            collector.headers.append({name.lower(): value for name, value in request.headers.items()})
+            collector.take(
+                ExportTraceServiceRequest.FromString(gzip.decompress(request.body) if is_packed else request.body)
+            )
+        return HttpAnswer(
+            ExportTraceServiceResponse().SerializeToString(),
+            200 if is_known else 404,
+            {"content-type": "application/x-protobuf"},
+        )
 
-        def log_message(self, *_: Any) -> None:
-            """Nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    collector.url = f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
+    with answering(answer) as server:
+        collector.url = server.url
         yield collector
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 def _received(resource: dict[str, Any], span: trace_pb2.Span) -> ReceivedSpan:

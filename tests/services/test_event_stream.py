@@ -3,62 +3,29 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from cluster.errors import ConfigurationError
 from services.event_stream import stream_events
 from services.http_call import API_KEY
-
-
-class Answering(ThreadingHTTPServer):
-    """Answers every request with `status` and `body`, and keeps the last request."""
-
-    status, body = 200, b""
-    path = ""
-    request: object = None
-    authorization: str | None = None
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: Answering
-
-    def do_POST(self) -> None:
-        self.server.path = self.path
-        self.server.request = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        self.server.authorization = self.headers["authorization"]
-        self.send_response(self.server.status)
-        self.end_headers()
-        self.wfile.write(self.server.body)
-
-    def log_message(self, *_: object) -> None:
-        pass
+from tests.http_server import AnsweringServer, HttpAnswer, answering
 
 
 @pytest.fixture
-def server() -> Iterator[Answering]:
-    server = Answering(("127.0.0.1", 0), _Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
+def server() -> Iterator[AnsweringServer]:
+    with answering(lambda request: HttpAnswer()) as server:
+        yield server
 
 
-def test_events_are_read_with_the_key(server: Answering, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_are_read_with_the_key(server: AnsweringServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(API_KEY, "secret")
-    server.body = b': comment\n\ndata: {"a": 1}\n\ndata: {"a": 2}\n\ndata: [DONE]\n\n'
+    server.answer = lambda request: HttpAnswer(': comment\n\ndata: {"a": 1}\n\ndata: {"a": 2}\n\ndata: [DONE]\n\n')
     assert list(stream_events(server.url, "/v1/completions", {"prompt": "a"})) == [{"a": 1}, {"a": 2}]
-    assert (server.path, server.request) == ("/v1/completions", {"prompt": "a", "stream": True})
-    assert server.authorization == "Bearer secret"
+    (request,) = server.requests
+    assert (request.path, json.loads(request.body)) == ("/v1/completions", {"prompt": "a", "stream": True})
+    assert request.headers["authorization"] == "Bearer secret"
 
 
 @pytest.mark.parametrize(
@@ -73,8 +40,8 @@ def test_events_are_read_with_the_key(server: Answering, monkeypatch: pytest.Mon
         (200, b"data: 1\n\n", "an event is not a JSON object"),
     ],
 )
-def test_another_answer_is_explained(server: Answering, status: int, body: bytes, message: str) -> None:
-    server.status, server.body = status, body
+def test_another_answer_is_explained(server: AnsweringServer, status: int, body: bytes, message: str) -> None:
+    server.answer = lambda request: HttpAnswer(body, status)
     with pytest.raises(ConfigurationError) as raised:
         list(stream_events(server.url, "/v1/completions", {}))
     assert message in str(raised.value)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import http.server
 import json
-import threading
 
 import pytest
 
 from services import cli
+from tests.http_server import HttpAnswer, HttpRequest, answering
 
 pytestmark = pytest.mark.usefixtures("own_logging")
 
@@ -31,22 +30,11 @@ NOT_LISTED = "its targets are not listed; a router with keys lists them for one 
 def test_the_targets_that_are_not_up_are_listed(
     status: int, health: object, lines: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class Answers(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            is_live = self.path == "/health/live"
-            content = json.dumps({"status": "ok"} if is_live else health).encode()
-            self.send_response(200 if is_live else status)
-            self.send_header("content-length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
+    def answer(request: HttpRequest) -> HttpAnswer:
+        if request.path == "/health/live":
+            return HttpAnswer('{"status": "ok"}')
+        return HttpAnswer(json.dumps(health), status)
 
-        def log_message(self, format: str, *args: object) -> None: ...
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        url = f"http://127.0.0.1:{server.server_port}"
-        assert cli.main(["health", url]) == 0
-        server.shutdown()
-        thread.join()
-    assert capsys.readouterr().out.splitlines() == [f"{url} answers", *lines]
+    with answering(answer) as server:
+        assert cli.main(["health", server.url]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"{server.url} answers", *lines]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import http.server
 import json
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -17,6 +15,7 @@ from services.running_cluster.workers import ClusterFacts, WorkerFacts
 from services.terminal import as_line, as_lines, as_text
 from services.top.cli import show
 from tests.cluster.diagnosis.clusters import FormulaCluster
+from tests.http_server import AnsweringServer, HttpAnswer, HttpRequest, answering
 
 NAME = "m\x1b]0;owned\x07\x9b2J\nall is well"
 STEP = {"num_draft_tokens": 1, "num_accepted_tokens": 1, "tokens": ["\x1b[2J", "a\tb\n"]}
@@ -63,39 +62,25 @@ def test_top_shows_escapes(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(shown.splitlines()) == 2
 
 
-class Router(http.server.BaseHTTPRequestHandler):
-    """One that means harm, in the place of a real one."""
-
-    def do_GET(self) -> None:
-        said = {"data": [{"id": NAME}], "targets": [{"address": NAME}], "model": NAME, "version": NAME}
-        self.answer(200, json.dumps(said))
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["content-length"]))
-        if b"fail" in body:
-            self.answer(500, json.dumps({"error": {"message": NAME}}))
-            return
-        self.answer(200, f"data: {json.dumps({'choices': [{'text': 'x', 'rounds': [STEP]}]})}\n\n")
-
-    def answer(self, status: int, content: str) -> None:
-        self.send_response(status)
-        self.send_header("content-length", str(len(content.encode())))
-        self.end_headers()
-        self.wfile.write(content.encode())
-
-    def log_message(self, format: str, *args: object) -> None: ...
+def answer(request: HttpRequest) -> HttpAnswer:
+    """Answers as a router that means harm."""
+    if request.method == "GET":
+        return HttpAnswer(
+            json.dumps({"data": [{"id": NAME}], "targets": [{"address": NAME}], "model": NAME, "version": NAME})
+        )
+    if b"fail" in request.body:
+        return HttpAnswer(json.dumps({"error": {"message": NAME}}), 500)
+    return HttpAnswer(f"data: {json.dumps({'choices': [{'text': 'x', 'rounds': [STEP]}]})}\n\n")
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Router)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
+@pytest.fixture
+def router() -> Iterator[AnsweringServer]:
+    with answering(answer) as server:
+        yield server
 
 
-def test_chat_shows_escapes_and_keeps_lines(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["chat", "--url", url, "--completion", "go"]) == 0
+def test_chat_shows_escapes_and_keeps_lines(router: AnsweringServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "--url", router.url, "--completion", "go"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("\\x1b[2Ja\tb\n")
     assert is_harmless(shown)
@@ -103,16 +88,18 @@ def test_chat_shows_escapes_and_keeps_lines(url: str, capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize("said", [[], {}, {"data": []}, {"data": None}, {"data": [1]}])
 def test_chat_with_what_is_no_router_ends_in_one_line(
-    said: object, url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    said: object, router: AnsweringServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Router, "do_GET", lambda router: router.answer(200, json.dumps(said)))
-    assert main(["chat", "--url", url, "hello"]) == 2
+    router.answer = lambda request: HttpAnswer(json.dumps(said))
+    assert main(["chat", "--url", router.url, "hello"]) == 2
     assert "does not answer as a router" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [["chat", "fail"], ["doctor"], ["top", "--once"]])
-def test_errors_from_the_network(command: list[str], url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*command, "--url", url]) == 2
+def test_errors_from_the_network(
+    command: list[str], router: AnsweringServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "--url", router.url]) == 2
     shown = capsys.readouterr()
     assert "owned" in shown.err
     assert not any(line.startswith("all is well") for line in shown.err.splitlines())

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import http.server
 import ssl
-import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,10 @@ from cluster.transport.listening import Listener
 from services.http_call import API_KEY
 from services.running_cluster.access import Access
 from tests.certificates import Certs
+from tests.http_server import AnsweringServer, HttpAnswer, answering
 
 WORKER = "127.0.0.1:7000"
+MakeThief = Callable[..., tuple[AnsweringServer, str]]
 
 
 @pytest.fixture(scope="module")
@@ -51,33 +52,19 @@ def access(tls: TlsConfig | None = None, named: str = "", **target: Any) -> Acce
 
 
 @pytest.fixture
-def taken() -> Iterator[Callable[..., tuple[str, list[str | None]]]]:
-    """Makes programs that take what they are sent; with their address, and the tokens that they were sent."""
-    servers = []
+def thief() -> Iterator[MakeThief]:
+    """Makes programs that keep what they are sent; returns each with the address of its page."""
+    with ExitStack() as servers:
 
-    def make(context: ssl.SSLContext | None = None) -> tuple[str, list[str | None]]:
-        seen: list[str | None] = []
+        def make(context: ssl.SSLContext | None = None) -> tuple[AnsweringServer, str]:
+            server = servers.enter_context(answering(lambda request: HttpAnswer(status=401), context))
+            return server, f"{server.url}/metrics"
 
-        class Thief(http.server.BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                seen.append(self.headers.get("authorization"))
-                self.send_response(401)
-                self.end_headers()
+        yield make
 
-            def log_message(self, format: str, *args: object) -> None: ...
 
-        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Thief)
-        server.handle_error = lambda *_: None  # type: ignore[method-assign]  # handshakes that the caller ends
-        if context is not None:
-            server.socket = context.wrap_socket(server.socket, server_side=True)
-        servers.append(server)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        scheme = "http" if context is None else "https"
-        return f"{scheme}://127.0.0.1:{server.server_port}/metrics", seen
-
-    yield make
-    for server in servers:
-        server.shutdown()
+def authorizations(server: AnsweringServer) -> list[str | None]:
+    return [request.headers["authorization"] for request in server.requests]
 
 
 class TestWithCertificates:
@@ -101,32 +88,28 @@ class TestWithCertificates:
 
     @pytest.mark.parametrize("shown", ["stranger", "expired", "elsewhere"])
     def test_whoever_shows_another_certificate_is_sent_nothing(
-        self, shown: str, certs: Certs, taken: Callable[..., tuple[str, list[str | None]]]
+        self, shown: str, certs: Certs, thief: MakeThief
     ) -> None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(certs.folder / f"{shown}.crt", certs.folder / f"{shown}.key")
-        url, seen = taken(context)
+        server, page = thief(context)
         with pytest.raises(ConfigurationError, match="CERTIFICATE_VERIFY_FAILED"):
-            access(certs.tls("client")).target.read_page(url, WORKER)
-        assert not seen
+            access(certs.tls("client")).target.read_page(page, WORKER)
+        assert not server.requests
 
-    def test_the_certificate_of_another_role_is_not_taken(
-        self, certs: Certs, taken: Callable[..., tuple[str, list[str | None]]]
-    ) -> None:
+    def test_the_certificate_of_another_role_is_not_taken(self, certs: Certs, thief: MakeThief) -> None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(certs.folder / "draft.crt", certs.folder / "draft.key")
-        url, seen = taken(context)
+        server, page = thief(context)
         with pytest.raises(ConfigurationError, match="CERTIFICATE_VERIFY_FAILED"):
-            access(certs.tls("client"), tls_server_name="outrider-target").target.read_page(url, WORKER)
-        assert not seen
+            access(certs.tls("client"), tls_server_name="outrider-target").target.read_page(page, WORKER)
+        assert not server.requests
 
-    def test_no_page_in_plaintext_is_read(
-        self, certs: Certs, taken: Callable[..., tuple[str, list[str | None]]]
-    ) -> None:
-        url, seen = taken()
+    def test_no_page_in_plaintext_is_read(self, certs: Certs, thief: MakeThief) -> None:
+        server, page = thief()
         with pytest.raises(ConfigurationError, match="is in plaintext"):
-            access(certs.tls("client"), named=url).target.read_page(url, WORKER)
-        assert not seen
+            access(certs.tls("client"), named=page).target.read_page(page, WORKER)
+        assert not server.requests
 
 
 class TestWithoutCertificates:
@@ -136,26 +119,26 @@ class TestWithoutCertificates:
         page = access(named=url, metrics_token_file=scraper).target.read_page(url, WORKER)
         assert page.sum("things_total") == 3
 
-    def test_and_to_no_other(self, tmp_path: Path, taken: Callable[..., tuple[str, list[str | None]]]) -> None:
-        url, seen = taken()
+    def test_and_to_no_other(self, tmp_path: Path, thief: MakeThief) -> None:
+        server, page = thief()
         reader = access(named="http://127.0.0.1:1/metrics", metrics_token_file=token_file(tmp_path, "scraper")).target
-        with pytest.raises(ConfigurationError, match=f"--metrics-page {url}"):
-            reader.read_page(url, WORKER)
-        assert seen == [None]
+        with pytest.raises(ConfigurationError, match=f"--metrics-page {page}"):
+            reader.read_page(page, WORKER)
+        assert authorizations(server) == [None]
 
     def test_the_routers_page_gets_its_own_token_or_the_key(
         self,
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
-        taken: Callable[..., tuple[str, list[str | None]]],
+        thief: MakeThief,
     ) -> None:
-        url, seen = taken()
+        server, _ = thief()
         monkeypatch.setenv(API_KEY, "sk-key")
         scraper = token_file(tmp_path, "scraper")
         for router in ({}, {"metrics_token_file": scraper}):
             with pytest.raises(ConfigurationError, match="requires another token: set OUTRIDER_API_KEY"):
-                Access.of(Config.model_validate({"router": router})).router.read_page(url.removesuffix("/metrics"))
-        assert seen == ["Bearer sk-key", "Bearer scraper-0123456789abcdef"]
+                Access.of(Config.model_validate({"router": router})).router.read_page(server.url)
+        assert authorizations(server) == ["Bearer sk-key", "Bearer scraper-0123456789abcdef"]
 
 
 def test_a_page_at_all_addresses_of_a_host_is_asked_for_where_its_worker_is() -> None:

@@ -1,11 +1,8 @@
 from __future__ import annotations
 
-import http.server
 import json
 import threading
-from collections import Counter
 from collections.abc import Iterator
-from typing import ClassVar
 
 import pytest
 
@@ -14,54 +11,44 @@ from protos.speculation.v1 import types_pb2
 from services.running_cluster.access import Access
 from services.running_cluster.load import LoadMaker
 from services.running_cluster.workers import ClusterFacts, WorkerFacts
+from tests.http_server import AnsweringServer, HttpAnswer, HttpRequest, answering
 
 SECONDS = 1.5
 
 
-class Program(http.server.BaseHTTPRequestHandler):
-    """A router, a target and a draft worker in one, who counts what it is asked; two sequences wait, always."""
+class Program:
+    """Answers as a router, a target and a draft worker in one; two sequences wait at any time."""
 
-    asked: ClassVar[Counter[str]] = Counter()
-    num_steps = 0
-    prompts: ClassVar[list[str]] = []
-    salts: ClassVar[list[str]] = []
+    def __init__(self) -> None:
+        self.num_steps = 0
 
-    def do_GET(self) -> None:
-        self.asked[self.path] += 1
+    def __call__(self, request: HttpRequest) -> HttpAnswer:
+        if request.method == "POST":
+            threading.Event().wait(0.05)
+            return HttpAnswer("{}")
         # Each time that the page is read there are 50 more decode steps of 20 ms.
-        Program.num_steps += 50
-        steps = f'steps_total{{kind="decode"}} {Program.num_steps}\n'
-        seconds = f'step_seconds_total{{kind="decode"}} {Program.num_steps * 0.02}\n'
+        self.num_steps += 50
+        steps = f'steps_total{{kind="decode"}} {self.num_steps}\n'
+        seconds = f'step_seconds_total{{kind="decode"}} {self.num_steps * 0.02}\n'
         told = f"outrider_{steps}outrider_{seconds}"
-        self.answer(f"vllm:num_requests_waiting 2\nvllm:generation_tokens_total 7\n{told}".encode())
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        self.prompts.append(body["prompt"])
-        self.salts.append(body["cache_salt"])
-        threading.Event().wait(0.05)
-        self.answer(b"{}")
-
-    def answer(self, content: bytes) -> None:
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, format: str, *args: object) -> None: ...
+        return HttpAnswer(f"vllm:num_requests_waiting 2\nvllm:generation_tokens_total 7\n{told}")
 
 
 @pytest.fixture
-def pages() -> Iterator[dict[str, str]]:
-    """The pages' addresses, by program."""
-    Program.asked.clear()
-    Program.prompts.clear()
-    Program.salts.clear()
-    servers = {name: http.server.ThreadingHTTPServer(("127.0.0.1", 0), Program) for name in ("target", "draft")}
-    for server in servers.values():
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield {name: f"http://127.0.0.1:{server.server_port}" for name, server in servers.items()}
-    for server in servers.values():
-        server.shutdown()
+def target() -> Iterator[AnsweringServer]:
+    with answering(Program()) as server:
+        yield server
+
+
+@pytest.fixture
+def draft() -> Iterator[AnsweringServer]:
+    with answering(Program()) as server:
+        yield server
+
+
+def asked(server: AnsweringServer, field: str) -> list[str]:
+    """The values of `field` in all requests for answers."""
+    return [json.loads(request.body)[field] for request in server.requests if request.method == "POST"]
 
 
 def worker(pool: str, url: str) -> WorkerFacts:
@@ -75,17 +62,19 @@ def unchanged(facts: ClusterFacts, access: Access) -> None:
 
 # Three pages before and three after; the target's once in between where the controller chooses k.
 @pytest.mark.parametrize(("depth", "most"), [(0, 6), (5, 6), (None, 7)])
-def test_pages_are_asked_no_more_than_is_needed(depth: int | None, most: int, pages: dict[str, str]) -> None:
-    targets, drafts = (worker("target", pages["target"]),), (worker("draft", pages["draft"]),)
-    maker = LoadMaker(ClusterFacts(pages["target"], "m", "", targets, drafts), ["x"], 8, check=unchanged)
+def test_pages_are_asked_no_more_than_is_needed(
+    depth: int | None, most: int, target: AnsweringServer, draft: AnsweringServer
+) -> None:
+    targets, drafts = (worker("target", target.url),), (worker("draft", draft.url),)
+    maker = LoadMaker(ClusterFacts(target.url, "m", "", targets, drafts), ["x"], 8, check=unchanged)
     workload = Workload(1, 0.0, depth)
     grown = maker.run(workload, SECONDS)
-    assert Program.asked["/metrics"] <= most
+    assert sum(request.path == "/metrics" for request in [*target.requests, *draft.requests]) <= most
     assert maker.measured(workload, grown).counts.mean_waiting == pytest.approx(2.0)
 
 
-def test_steps_are_counted_by_kind(pages: dict[str, str]) -> None:
-    facts = ClusterFacts(pages["target"], "m", "", (worker("target", pages["target"]),), ())
+def test_steps_are_counted_by_kind(target: AnsweringServer) -> None:
+    facts = ClusterFacts(target.url, "m", "", (worker("target", target.url),), ())
     maker = LoadMaker(facts, ["x"], 8, check=unchanged)
     workload = Workload(1, 0.0, 0)
     counts = maker.measured(workload, maker.run(workload, 0.5)).counts
@@ -94,13 +83,14 @@ def test_steps_are_counted_by_kind(pages: dict[str, str]) -> None:
     assert counts.verify.count == counts.prefill.count == 0
 
 
-def test_each_part_begins_with_prompts_of_its_own(pages: dict[str, str]) -> None:
-    targets = (worker("target", pages["target"]),)
-    maker = LoadMaker(ClusterFacts(pages["target"], "m", "", targets, ()), ["a", "b", "c", "d"], 8, check=unchanged)
-    asked = []
+def test_each_part_begins_with_prompts_of_its_own(target: AnsweringServer) -> None:
+    targets = (worker("target", target.url),)
+    maker = LoadMaker(ClusterFacts(target.url, "m", "", targets, ()), ["a", "b", "c", "d"], 8, check=unchanged)
+    prompts, salts = [], []
     for part in range(2):
-        Program.prompts.clear()
+        target.requests.clear()
         maker.run(Workload(1, 0.0, 5), 0.5, part=part, num_parts=2)
-        asked.append(Program.prompts[:3])
-    assert asked == [["a", "b", "c"], ["c", "d", "a"]]
-    assert len(set(Program.salts)) == len(Program.salts)  # no load finds what another has left in the prefix cache
+        prompts.append(asked(target, "prompt")[:3])
+        salts += asked(target, "cache_salt")
+    assert prompts == [["a", "b", "c"], ["c", "d", "a"]]
+    assert len(set(salts)) == len(salts)  # no load finds what another has left in the prefix cache

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import http.server
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -9,34 +7,23 @@ import pytest
 from cluster.errors import ConfigurationError
 from services.http_call import API_KEY
 from services.running_cluster.pages import MetricsPage, read_page
+from tests.http_server import AnsweringServer, HttpAnswer, HttpRequest, answering
 
 
-class Worker(http.server.BaseHTTPRequestHandler):
-    """Records the keys that it receives, and redirects requests for /elsewhere to /metrics."""
-
-    seen: list[str | None] = []  # noqa: RUF012
-
-    def do_GET(self) -> None:
-        self.seen.append(self.headers.get("authorization"))
-        self.send_response(302 if self.path == "/elsewhere" else 200)
-        self.send_header("location", "/metrics")
-        self.end_headers()
-        self.wfile.write(b'things_total{kind="a"} 2\nthings_total{kind="b"} 3\n')
-
-    def log_message(self, format: str, *args: object) -> None: ...
+def answer(request: HttpRequest) -> HttpAnswer:
+    """Redirects requests for /elsewhere to /metrics."""
+    content = 'things_total{kind="a"} 2\nthings_total{kind="b"} 3\n'
+    return HttpAnswer(content, 302 if request.path == "/elsewhere" else 200, {"location": "/metrics"})
 
 
 @pytest.fixture
-def url() -> Iterator[str]:
-    Worker.seen.clear()
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Worker)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
+def worker() -> Iterator[AnsweringServer]:
+    with answering(answer) as server:
+        yield server
 
 
-def test_a_page_is_read_as_numbers(url: str) -> None:
-    page = read_page(f"{url}/metrics")
+def test_a_page_is_read_as_numbers(worker: AnsweringServer) -> None:
+    page = read_page(f"{worker.url}/metrics")
     assert page.sum("things_total") == 5
     assert page.by_label("things_total", "kind") == {"a": 2, "b": 3}
     assert page.by_label("things_total", "kind", kind="a") == {"a": 2}
@@ -48,18 +35,18 @@ def test_what_is_no_page_is_a_value_error(text: str) -> None:
         MetricsPage(text)
 
 
-def test_the_routers_key_goes_to_nobody_by_itself(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_routers_key_goes_to_nobody_by_itself(worker: AnsweringServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(API_KEY, "secret")
-    read_page(f"{url}/metrics")
-    read_page(f"{url}/metrics", token="secret")
-    assert Worker.seen == [None, "Bearer secret"]
+    read_page(f"{worker.url}/metrics")
+    read_page(f"{worker.url}/metrics", token="secret")
+    assert [request.headers["authorization"] for request in worker.requests] == [None, "Bearer secret"]
 
 
 @pytest.mark.parametrize("place", ["/elsewhere"])
-def test_nobody_is_sent_elsewhere(place: str, url: str) -> None:
+def test_nobody_is_sent_elsewhere(place: str, worker: AnsweringServer) -> None:
     with pytest.raises(ConfigurationError, match="302"):
-        read_page(f"{url}{place}", token="secret")
-    assert len(Worker.seen) == 1
+        read_page(f"{worker.url}{place}", token="secret")
+    assert len(worker.requests) == 1
 
 
 def test_files_are_no_pages() -> None:

@@ -1,9 +1,8 @@
 from __future__ import annotations
 
-import http.server
 import json
-import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -11,29 +10,20 @@ import pytest
 from cluster.errors import ConfigurationError
 from services.running_cluster.access import Access
 from services.running_cluster.workers import look_around
+from tests.http_server import HttpAnswer, answering
 
 
 @pytest.fixture
 def router() -> Iterator[Callable[..., str]]:
     """Makes a program that answers each path with what it is given for it; returns its address."""
-    servers = []
+    with ExitStack() as servers:
 
-    def make(**answers: Any) -> str:
-        class Router(http.server.BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self.send_response(200)
-                self.end_headers()
-                self.wfile.write(json.dumps(answers[self.path.strip("/")]).encode())
+        def make(**answers: Any) -> str:
+            return servers.enter_context(
+                answering(lambda request: HttpAnswer(json.dumps(answers[request.path.strip("/")])))
+            ).url
 
-            def log_message(self, format: str, *args: object) -> None: ...
-
-        servers.append(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Router))
-        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
-        return f"http://127.0.0.1:{servers[-1].server_port}"
-
-    yield make
-    for server in servers:
-        server.shutdown()
+        yield make
 
 
 @pytest.mark.parametrize(
