@@ -48,13 +48,13 @@ def _from_zero(text: str, most: float, told: str) -> float:
 
 
 def seed(text: str) -> int:
-    """Parses a whole number from 0 up."""
+    """Parses a whole number of 63 bits, which every library takes."""
     try:
         number = int(text)
     except ValueError:
         number = -1
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a whole number from 0 up")
+    if not 0 <= number < 2**63:
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a whole number from 0 to 2**63 - 1")
     return number
 
 

@@ -5,6 +5,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+from services.argument_types import seed
 from services.training.options import STAGES, TrainingOptions
 
 
@@ -26,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         + "; ".join(f"{what}: {','.join(stages)}" for what, stages in STAGES.items()),
     )
     run.add_argument("--resume", action="store_true", help="skip finished stages, continue others")
-    run.add_argument("--seed", type=int, help="seed of initial weights, batches and samples")
+    run.add_argument("--seed", type=seed, help="seed of initial weights, batches and samples")
     run.add_argument("--device", choices=("auto", "cpu", "cuda"))
     run.add_argument("--compile", action=argparse.BooleanOptionalAction, help="use torch.compile")
     run.add_argument(

@@ -103,14 +103,23 @@ def _line(answer: RecordedAnswer) -> str:
 def read_answers(file: Path, asked: Mapping[str, Any] | None = None) -> list[RecordedAnswer]:
     """Returns the answers that `AnswersFile` wrote.
 
-    Returns [] if `asked` is given and differs from the first line of the file.
+    Returns [] if `asked` is given and differs from the first line of the file. Raises ValueError if a line was changed.
     """
     head, *lines = file.read_text(encoding="utf-8").split("\n")
     if asked is not None and head != json.dumps(dict(asked)):
         return []
     # A last line without a line end was truncated.
-    entries = map(json.loads, lines[:-1])
-    return [
-        RecordedAnswer(tuple(one["prompt_token_ids"]), tuple(one["token_ids"]), one["temperature"], one["seed"])
-        for one in entries
-    ]
+    return [_read(line, f"{file}, line {number}") for number, line in enumerate(lines[:-1], 2)]
+
+
+def _read(line: str, place: str) -> RecordedAnswer:
+    try:
+        one = json.loads(line)
+        return RecordedAnswer(
+            tuple(map(int, one["prompt_token_ids"])),
+            tuple(map(int, one["token_ids"])),
+            float(one["temperature"]),
+            int(one["seed"]),
+        )
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"{place}: it is not an answer ({error!r}); delete the line or the file") from error

@@ -42,6 +42,7 @@ def test_a_value_is_parsed(parse: Callable[[str], object], text: str, value: obj
         (argument_types.not_below_zero, "inf"),
         (argument_types.seed, "1.5"),
         (argument_types.seed, "-2"),
+        (argument_types.seed, str(2**63)),
         (argument_types.temperature_list, "0,2.1"),
         (argument_types.temperature_list, "hot"),
         (argument_types.temperature_list, "nan"),

@@ -391,6 +391,18 @@ def test_answers_of_a_run_that_failed_are_there_for_the_next(tmp_path: Path) -> 
     assert read_answers(file) == []
 
 
+@pytest.mark.parametrize(
+    "line", ["", "1", "[]", "{", '{"prompt_token_ids": [5]}', '{"prompt_token_ids": 5, "token_ids": [], "seed": 0}']
+)
+def test_a_line_of_answers_that_was_changed_is_named(line: str, tmp_path: Path) -> None:
+    file = tmp_path / "answers.jsonl"
+    AnswersFile(file, {}).add(RecordedAnswer((8,), (7,), 0.7, 0))
+    with file.open("a", encoding="utf-8") as changed:
+        changed.write(f"{line}\n")
+    with pytest.raises(ValueError, match=r"answers\.jsonl, line 3: it is not an answer .* delete the line"):
+        AnswersFile(file, {})
+
+
 def test_an_answer_that_fails_ends_the_asking_and_keeps_the_others(tmp_path: Path) -> None:
     """The last prompt is longer than the target takes."""
     config = load_config(None, ["router.port=0", f"target.model={TARGET}", "speculation.num_speculative_tokens=0"])
