@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
 from bench.fault_client import Question
 from bench.fault_load import Answers, under_load
 from bench.fault_ray import READY_SECONDS, RayFaultCluster
+from cluster.placement.scaling import Decision
 from services.launch.ray.registry_actor import find_decisions
 from tests.waiting import eventually
 
@@ -32,27 +31,29 @@ def test_drafts_follow_what_they_bring(cluster: RayFaultCluster, questions: list
     # measured, were listed for long enough with nothing to draft for.
     assert eventually(lambda: len(cluster.members("draft")) in (1, 2), READY_SECONDS), decisions(cluster)
 
+    def are_three() -> bool:
+        last = decided(cluster)
+        return bool(last) and last["draft"].settled == len(cluster.members("draft")) == 3
+
     def wait_for_three() -> str:
-        assert eventually(lambda: len(cluster.members("draft")) == 3, READY_SECONDS), decisions(cluster)
-        time.sleep(4.0)  # they are not taken away again
-        return f"{len(cluster.members('draft'))} draft workers"
+        return "three" if eventually(are_three, READY_SECONDS) else decisions(cluster)
 
     tally, note = under_load(cluster.urls, questions, expected, wait_for_three, 1.0)
     assert (tally.num_failed, tally.num_different_tokens) == (0, 0), tally.errors
-    assert note == "3 draft workers", decisions(cluster)
+    assert note == "three"
     assert eventually(lambda: len(cluster.members("draft")) == 1 and _is_idle(cluster), READY_SECONDS), decisions(
         cluster
     )
 
 
+def decided(cluster: RayFaultCluster) -> dict[str, Decision]:
+    """The last decision about each pool. Empty if the registry does not answer in time."""
+    return {decision.pool: decision for decision in find_decisions(cluster.application.name)}
+
+
 def _is_idle(cluster: RayFaultCluster) -> bool:
-    # None at all where the registry did not answer in time.
-    decided = {decision.pool: decision for decision in find_decisions(cluster.application.name)}
-    return (
-        decided.keys() == {"target", "draft"}
-        and decided["target"].settled == 2
-        and decided["draft"].reason == "no sequences to draft for"
-    )
+    last = decided(cluster)
+    return bool(last) and last["target"].settled == 2 and last["draft"].reason == "no sequences to draft for"
 
 
 def decisions(cluster: RayFaultCluster) -> str:
