@@ -74,7 +74,7 @@ def is_running(pid: int) -> bool:
 def answers_through(programs: Programs, cases: list[Case], fault: Callable[[], None]) -> list[list[int]]:
     """Returns the answers at k = 4; `fault` is called while every target is answering.
 
-    On a busy machine a target may be silent for so long that it gets no request: then the cases are sent again.
+    The answers take a few seconds, and a target may have none whenever it is looked at. Then the cases are sent again.
     """
     with ThreadPoolExecutor(1) as threads:
         for _ in range(10):
