@@ -47,6 +47,7 @@ class ScriptedPool:
         self.drafts_in_turn = False
         self.drafting_seconds = 0.0
         self.num_turns_lent = 0
+        self.turn_seconds = 0.0
         self._numbers = itertools.count()
         self._coming: list[tuple[float, int, LinkEvent]] = []
 
@@ -59,6 +60,7 @@ class ScriptedPool:
 
     def lend_turn(self) -> None:
         self.num_turns_lent += 1
+        self.now += self.turn_seconds
 
     def poll(self, timeout: float = 0.0) -> list[LinkEvent]:
         until = self.now + timeout
