@@ -104,7 +104,6 @@ class Coordinator:
         self._is_plain_step = False  # the step that the drafts were collected for
         self._began_at = 0.0
         self._waited_seconds = 0.0  # wait for proposals before this step
-        self._probe_seconds = 0.0  # delay of steps by the current probe: waits, and drafting in the engine's thread
         self._collected: Mapping[SpeculativeSequence, Drafts] = {}  # drafts of the running step; {} between steps
         self._reservations = RowReservations(self.planner.steps, self.planner.max_depth)
         self._ended: list[_EndedStep] = []
@@ -177,7 +176,7 @@ class Coordinator:
         started_at, drafting_before = time.thread_time(), self._pool.drafting_seconds
         if not (decoding and self._begun):  # otherwise it began when the previous step ended
             self._began_at = self._clock()
-        waited_before, delayed_at = self.stats.wait_seconds, self._clock()
+        waited_before = self.stats.wait_seconds
         self._is_plain_step = self.planner.is_plain_step
         self._take_events()
         if not self._is_plain_step:
@@ -185,7 +184,6 @@ class Coordinator:
         if decoding:  # The first step of an answer never waits for a drafter, so its first token is not delayed.
             self._pool.lend_turn()
             self._take_events()
-        self._probe_seconds = self._probe_seconds + self._clock() - delayed_at if self.planner.probe else 0.0
         self._waited_seconds = self.stats.wait_seconds - waited_before
         self._begun = self._uncounted = decoding
         drafts = self._collected = self._drafts(decoding)
@@ -208,7 +206,7 @@ class Coordinator:
             sequence = ended.sequence
             if sequence.link is not None:
                 if sequence is planner.probe:
-                    planner.probed(self._probe_seconds, has_drafts=bool(self._collected.get(sequence)))
+                    planner.probed(has_drafts=bool(self._collected.get(sequence)))
                 num_drafts, shape = planner.wanted(sequence)
                 sequence.advance(num_drafts, shape, now)
         if joining:

@@ -21,9 +21,6 @@ _PLAN_STEPS = 16  # steps between plans: a plan takes as long as the bookkeeping
 _PLAIN_STEPS = 128  # steps between two plain steps while drafting: at a gain of 2.5, one costs 0.5 % of the tokens
 _PROBE_DEPTH = 3  # draft tokens of a probe: enough to measure how acceptance falls with the position
 _PROBE_SHARE = 0.005  # maximum share of the tokens that probes may cost
-_MAX_PROBE_PAUSE = (
-    60.0  # seconds between probes even if they cost more: the first one of a new drafter may take seconds
-)
 _PROBE_MEMORY = 24.0  # tests per position to remember while only probes add tests: older results are out of date
 
 
@@ -182,12 +179,8 @@ class DepthPlanner:
             assert self.probe.acceptance is not None
             self.probe.acceptance.shared.remember(_PROBE_MEMORY)
 
-    def probed(self, delay_seconds: float, *, has_drafts: bool) -> None:
-        """Records a round of the probe's sequence. Ends the probe unless the sequence's first proposal is missing.
-
-        `delay_seconds`: how long the probe has delayed the steps, with waits and with drafting in the engine's thread.
-        That includes the whole context of a sequence that had no drafts before.
-        """
+    def probed(self, *, has_drafts: bool) -> None:
+        """Records a round of the probe's sequence. Ends the probe unless the sequence's first proposal is missing."""
         sequence = self.probe
         assert sequence is not None
         if not (has_drafts or (sequence.is_late and sequence.has_answered)):
@@ -196,7 +189,10 @@ class DepthPlanner:
         self.probe = None
         plain = self.steps.curve.seconds(self.num_planned_rows)
         more_rows = self.steps.curve.seconds(self.num_planned_rows + _PROBE_DEPTH) - plain
-        self._steps_to_probe = int(min((more_rows + delay_seconds) / _PROBE_SHARE, _MAX_PROBE_PAUSE) / plain)
+        wait = plain
+        if sequence.link is not None and sequence.link.costs.is_known:
+            wait = min(sequence.link.costs.proposal_seconds(_PROBE_DEPTH, 1), self._config.draft_timeout_seconds)
+        self._steps_to_probe = int((more_rows + wait) / plain / _PROBE_SHARE)
 
     # Rounds.
 

@@ -47,7 +47,6 @@ class ScriptedPool:
         self.drafts_in_turn = False
         self.drafting_seconds = 0.0
         self.num_turns_lent = 0
-        self.turn_seconds = 0.0
         self._numbers = itertools.count()
         self._coming: list[tuple[float, int, LinkEvent]] = []
 
@@ -60,7 +59,6 @@ class ScriptedPool:
 
     def lend_turn(self) -> None:
         self.num_turns_lent += 1
-        self.now += self.turn_seconds
 
     def poll(self, timeout: float = 0.0) -> list[LinkEvent]:
         until = self.now + timeout

@@ -9,7 +9,7 @@ import pytest
 
 from cluster.config.speculation import SpeculationConfig
 from cluster.coordination.base import LinkState
-from cluster.coordination.coordinator import Coordinator, StepTiming
+from cluster.coordination.coordinator import Coordinator
 from cluster.coordination.sequence import Round
 from cluster.speculation.drafts import Drafts
 from cluster.speculation.noise import NoiseKey
@@ -273,42 +273,6 @@ def test_a_proposal_not_worth_its_wait_is_used_by_the_step_after(pool: ScriptedP
     assert drafts.keys() == {few, *many}
     assert list(drafts[few].token_ids) == [11, 12, 13]
     assert coordinator.stats.num_late_rounds == 0
-
-
-def test_a_probe_costs_as_much_as_it_delays_steps(pool: ScriptedPool, link: ScriptedLink) -> None:
-    """A drafter in the engine's thread computes the sequence's context first."""
-
-    def step_seconds(num_rows: int) -> float:
-        return 0.009 + 0.001 * num_rows
-
-    config = SpeculationConfig(controller="goodput", draft_timeout_ms=TIMEOUT_S * 1000, num_speculative_tokens=K)
-    coordinator = Coordinator(pool, config, VOCAB_SIZE, LIMITS, pool.clock)
-    coordinator.know_step_times([(rows, step_seconds(rows)) for rows in (1, 2, 4, 8, 16)])
-    sequence = new_sequence(k=None)
-    coordinator.begin((), [sequence])
-
-    def steps_until_a_probe(turn_seconds: float) -> int:
-        """Runs steps whose drafts are all wrong. Turns of the drafter take `turn_seconds` during a probe."""
-        for num_steps in range(20_000):
-            if sequence.link is not None and sequence.depth:
-                proposals = {
-                    sequence.wire_id: Proposal(sequence.wire_id, len(sequence.token_ids), [9] * sequence.depth)
-                }
-                pool.happens(link, SpeculateReply(proposals=proposals, timing=Timing(0.001, 0.001, 1)))
-            is_probe = coordinator.planner.probe is not None
-            pool.turn_seconds = turn_seconds if is_probe else 0.0
-            verified = coordinator.begin([sequence])[sequence]
-            num_rows = 1 + len(verified)
-            pool.now += step_seconds(num_rows)
-            sequence.token_ids.append(4)  # type: ignore[attr-defined]
-            coordinator.end([Round(sequence, verified, [4])], StepTiming(num_rows, step_seconds(num_rows)))
-            if is_probe and coordinator.planner.probe is None:
-                return num_steps
-        raise AssertionError("no probe ended")
-
-    steps_until_a_probe(0.0)
-    steps_until_a_probe(0.2)
-    assert steps_until_a_probe(0.0) == pytest.approx(0.2 / 0.010 / 0.005, rel=0.1)
 
 
 class TestMessages:
