@@ -25,6 +25,7 @@ def test_it_reports_acceptance(programs: Programs, tmp_path: Path) -> None:
         *("--base-url", programs.url, "--model", model, "--tokenizer", str(resolve_model_folder(model))),
         *("--dataset-name", "random", "--random-input-len", "32", "--random-output-len", str(NUM_TOKENS)),
         *("--num-prompts", str(NUM_PROMPTS), "--max-concurrency", "4", "--ignore-eos", "--disable-tqdm"),
+        *("--extra-body", '{"num_speculative_tokens": 4}'),  # else what pays decides, which may be no drafts at all
         *("--save-result", "--result-dir", str(tmp_path), "--result-filename", "result.json"),
     ]
     name_vllm(tmp_path)
