@@ -49,13 +49,18 @@ def _from_zero(text: str, most: float, told: str) -> float:
 
 def seed(text: str) -> int:
     """Parses a whole number of 63 bits, which every library takes."""
-    try:
-        number = int(text)
-    except ValueError:
-        number = -1
+    number = _whole_number(text)
     if not 0 <= number < 2**63:
         raise argparse.ArgumentTypeError(f"{quoted(text)} is not a whole number from 0 to 2**63 - 1")
     return number
+
+
+def _whole_number(text: str) -> int:
+    """Returns -1 if `text` is not a whole number."""
+    try:
+        return int(text)
+    except ValueError:
+        return -1
 
 
 def quoted(text: str) -> str:
@@ -89,10 +94,7 @@ def depth_or_auto(text: str) -> int | str:
     """Parses a number of draft tokens, or "auto"."""
     if text == "auto":
         return text
-    try:
-        number = int(text)
-    except ValueError:
-        number = -1
+    number = _whole_number(text)
     if number < 0:
         raise argparse.ArgumentTypeError(f"{quoted(text)} is neither auto nor a whole number from 0 up")
     return number

@@ -116,6 +116,13 @@ def test_what_is_no_number_is_told_of_its_option(option: str, value: str, capsys
     assert len(said) < 160
 
 
+@pytest.mark.parametrize("seed", ["-1", "nan"])
+def test_a_seed_is_a_whole_number_from_0_up(seed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        simulate("--streams", "2", f"--seed={seed}")
+    assert f"{seed!r} is not a whole number from 0 to 2**63 - 1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("field", ["arrival_seconds", "prompt_tokens", "answer_tokens"])
 @pytest.mark.parametrize("value", [HUGE, "1e400", "NaN", "-1"])
 def test_a_trace_has_numbers_that_can_be(
