@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +16,7 @@ from tests.soak import IS_SOAK, length
 from tests.system.client import Case, complete_all
 from tests.system.near_ties import NearTieJudge
 from tests.system.vllm.programs import Programs
-from tests.waiting import eventually, wait_until
+from tests.waiting import eventually
 
 MAX_NEAR_TIES = 1  # of the 40 answers of a comparison: float32 has them, rarely
 
@@ -78,10 +77,9 @@ def answers_through(programs: Programs, cases: list[Case], fault: Callable[[], N
     """
     with ThreadPoolExecutor(1) as threads:
         for _ in range(10):
-            wait_until(lambda: not any(programs.num_running()))
+            assert eventually(lambda: not any(programs.num_running()))
             answering = threads.submit(complete_all, programs.url, cases, num_speculative_tokens=4)
-            while not (answering.done() or all(programs.num_running())):
-                time.sleep(0.05)
+            assert eventually(lambda running=answering: running.done() or all(programs.num_running()))
             if not answering.done():
                 fault()  # in this thread: what it starts would end with another
                 return answering.result()
