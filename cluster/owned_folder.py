@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 import weakref
 from pathlib import Path
@@ -50,11 +51,14 @@ def _remove(path: Path, lock: int) -> None:
 
 
 def sweep(prefix: str) -> bool:
-    """Removes the folders of `prefix` on this machine without an owner. Returns True if any remain."""
+    """Removes this user's folders of `prefix` on this machine without an owner. Returns True if any remain."""
     are_owned = False
     for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
-        with contextlib.suppress(FileNotFoundError, PermissionError):  # another process was faster, or owns it
-            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+        with contextlib.suppress(OSError):  # another process was faster, or it is not an owned folder
+            found = folder.lstat()  # any user may put an entry with any name into the temporary folder
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+                continue
+            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 import tempfile
@@ -89,3 +90,34 @@ def test_those_of_processes_that_have_ended_are_removed(tmp_path: Path) -> None:
     for folder in (first, second):
         folder.remove()
         assert not folder.path.exists()
+
+
+def test_entries_of_others_are_skipped(tmp_path: Path) -> None:
+    """Any local user may put any of these into the temporary folder."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "lock").touch()
+    (tmp_path / "try-file").touch()
+    (tmp_path / "try-link").symlink_to(elsewhere)
+    (tmp_path / "try-dangling").symlink_to(tmp_path / "none")
+    (tmp_path / "try-loop").symlink_to(tmp_path / "try-loop")
+    os.mkfifo(tmp_path / "try-fifo")
+    (tmp_path / "try-linked-lock").mkdir()
+    (tmp_path / "try-linked-lock" / "lock").symlink_to(elsewhere / "lock")
+    (tmp_path / "try-folder-as-lock" / "lock").mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    assert not sweep(PREFIX)
+    OwnedFolder(PREFIX).remove()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_folders_of_another_user_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = OwnedFolder(PREFIX)
+    (tmp_path / "try-unowned").mkdir()
+    (tmp_path / "try-unowned" / "lock").touch()
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    assert not sweep(PREFIX)
+    assert (tmp_path / "try-unowned").is_dir()
+    monkeypatch.undo()
+    folder.remove()

@@ -9,6 +9,7 @@ import errno
 import json
 import logging
 import os
+import stat
 from collections.abc import Iterable, Sequence
 
 from cluster.config.router import RouterConfig
@@ -17,6 +18,8 @@ from cluster.errors import ConfigurationError
 logger = logging.getLogger(__name__)
 
 _OWNER_ONLY = 0o600
+# Another user may put a link into a shared folder, or a FIFO, which without O_NONBLOCK waits for a reader.
+_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _FULL = "it is full: see router.traffic_log_max_bytes"
 
 
@@ -28,9 +31,13 @@ class TrafficLog:
     """
 
     def __init__(self, path: str, max_bytes: int) -> None:
-        """Raises ConfigurationError if the file cannot be written."""
+        """Raises ConfigurationError if the file cannot be written, is a link, or belongs to another user."""
         try:
-            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, _OWNER_ONLY)
+            self._file = os.open(path, _FLAGS, _OWNER_ONLY)
+            found = os.fstat(self._file)
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+                os.close(self._file)
+                raise ConfigurationError(f"router.traffic_log_file {path} is not a file of the router's user")
             os.fchmod(self._file, _OWNER_ONLY)  # an existing file may be readable by others
         except OSError as error:
             raise ConfigurationError(f"router.traffic_log_file {path} cannot be written: {error.strerror}") from error

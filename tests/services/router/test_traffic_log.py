@@ -80,3 +80,34 @@ def test_of_a_line_that_the_disk_takes_a_part_of_nothing_is_left(
 def test_one_that_cannot_be_written_is_an_error_at_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="traffic_log_file"):
         TrafficLog(str(tmp_path / "none" / "traffic.jsonl"), 1000)
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.touch(mode=0o644)
+    for name, to in (("link", other), ("dangling", tmp_path / "none")):
+        (tmp_path / name).symlink_to(to)
+        with pytest.raises(ConfigurationError, match=f"traffic_log_file .*{name}"):
+            TrafficLog(str(tmp_path / name), 1000)
+    assert not (tmp_path / "none").exists()
+    assert stat.S_IMODE(other.stat().st_mode) == 0o644
+
+
+def test_a_file_of_another_user_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, user = tmp_path / "traffic.jsonl", os.geteuid()
+    file.touch(mode=0o644)
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    with pytest.raises(ConfigurationError, match="is not a file of the router's user"):
+        TrafficLog(str(file), 1000)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o644
+
+
+@pytest.mark.parametrize("has_reader", [False, True])
+def test_a_fifo_is_refused_without_a_wait(tmp_path: Path, has_reader: bool) -> None:
+    fifo = tmp_path / "traffic.jsonl"
+    os.mkfifo(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK) if has_reader else None
+    with pytest.raises(ConfigurationError, match="traffic_log_file"):
+        TrafficLog(str(fifo), 1000)
+    if reader is not None:
+        os.close(reader)
