@@ -7,6 +7,13 @@ from typing import Literal
 
 MAX_WHITESPACE = 16  # characters between two parts of a JSON text
 
+# Limits of a request, in the HTTP API and on the wire.
+MAX_TOKEN_COUNT = 2**31 - 1  # any number of tokens
+MAX_STOP_TOKENS = 256
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARACTERS = 256
+MAX_ALLOWED_TOKENS = 1_000_000
+
 GrammarForm = Literal["json_schema", "regex", "ebnf", "structural_tag"]
 
 

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cluster.constraints import Constraints, Grammar
+from cluster.constraints import (
+    MAX_ALLOWED_TOKENS,
+    MAX_BAD_WORD_CHARACTERS,
+    MAX_BAD_WORDS,
+    MAX_STOP_TOKENS,
+    MAX_TOKEN_COUNT,
+    Constraints,
+    Grammar,
+)
 from cluster.errors import InvalidRequestError
 from cluster.logprobs import MAX_LOGPROBS
 from cluster.placement.rendezvous import MAX_KEY_BYTES
@@ -12,6 +20,10 @@ from cluster.speculation.noise import NoiseKey
 from cluster.targets.base import GenerationRequest, Target
 from cluster.wire.codec import decode_sampling
 from protos.speculation.v1 import target_pb2
+
+_MAX_STOP_TOKENS = MAX_STOP_TOKENS + 1  # a router adds the token that ends a turn of a chat
+_MAX_BAD_WORDS = 2 * MAX_BAD_WORDS  # a router encodes each word with and without a space before it
+_MAX_BAD_WORD_TOKENS = 4 * MAX_BAD_WORD_CHARACTERS + 1  # the bytes of the longest word in UTF-8, and the space
 
 
 def to_engine(
@@ -40,6 +52,7 @@ def to_engine(
             f"num_speculative_tokens {k} exceeds this cluster's limit of {max_speculative_tokens}",
             param="num_speculative_tokens",
         )
+    _check_number(len(request.stop_token_ids), _MAX_STOP_TOKENS, "stop_token_ids")
     _check_token_ids(request.stop_token_ids, target.model.vocab_size, "stop_token_ids")
     for field in ("num_logprobs", "num_prompt_logprobs"):
         if request.HasField(field) and getattr(request, field) > MAX_LOGPROBS:
@@ -79,6 +92,11 @@ def _check_length(num_prompt_tokens: int, request: target_pb2.GenerateRequest, m
 
 
 def _constraints(constraints: target_pb2.Constraints, vocab_size: int) -> Constraints:
+    _check_number(constraints.min_tokens, MAX_TOKEN_COUNT, "min_tokens")
+    _check_number(len(constraints.allowed_token_ids), MAX_ALLOWED_TOKENS, "allowed_token_ids")
+    _check_number(len(constraints.bad_words), _MAX_BAD_WORDS, "bad_words")
+    for word in constraints.bad_words:
+        _check_number(len(word.token_ids), _MAX_BAD_WORD_TOKENS, "bad_words")
     bad_words = tuple(tuple(word.token_ids) for word in constraints.bad_words)
     _check_token_ids(constraints.allowed_token_ids, vocab_size, "allowed_token_ids")
     _check_token_ids([token for word in bad_words for token in word], vocab_size, "bad_words")
@@ -91,6 +109,11 @@ def _constraints(constraints: target_pb2.Constraints, vocab_size: int) -> Constr
         min_tokens=constraints.min_tokens,
         grammar=None if form is None else Grammar(form, getattr(constraints.grammar, form)),
     )
+
+
+def _check_number(number: int, most: int, param: str) -> None:
+    if number > most:
+        raise InvalidRequestError(f"{param}: {number} is over the limit of {most}", param=param)
 
 
 def _check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:

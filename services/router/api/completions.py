@@ -12,7 +12,7 @@ from cluster.errors import InvalidRequestError
 from cluster.logprobs import MAX_LOGPROBS, TokenLogprobs
 from services.router.api.endpoint import ApiEndpoint
 from services.router.api.reply import ChoicesReply
-from services.router.api.request import UNSUPPORTED_FIELDS, ApiRequest
+from services.router.api.request import UNSUPPORTED_FIELDS, ApiRequest, TokenCount
 from services.router.output.piece import Piece
 
 MAX_PROMPTS = 256
@@ -50,9 +50,7 @@ class CompletionRequest(ApiRequest):
         tuple[str | list[int], ...],
         PlainValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
     ]
-    max_tokens: Annotated[int, Field(ge=0)] | None = Field(
-        default=16, description="0: processes the prompt without generating"
-    )
+    max_tokens: TokenCount | None = Field(default=16, description="0: processes the prompt without generating")
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_special_tokens: bool = True
     echo: bool = False

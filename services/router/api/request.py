@@ -23,7 +23,14 @@ from pydantic import (
     model_validator,
 )
 
-from cluster.constraints import Grammar
+from cluster.constraints import (
+    MAX_ALLOWED_TOKENS,
+    MAX_BAD_WORD_CHARACTERS,
+    MAX_BAD_WORDS,
+    MAX_STOP_TOKENS,
+    MAX_TOKEN_COUNT,
+    Grammar,
+)
 from cluster.errors import InvalidRequestError
 from cluster.logprobs import MAX_LOGPROBS
 from cluster.speculation.params import MAX_LOGIT_BIAS
@@ -34,10 +41,6 @@ from services.router.structured.grammar import grammar_of
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARACTERS = 4096
-MAX_STOP_TOKENS = 256
-MAX_BAD_WORDS = 256
-MAX_BAD_WORD_CHARACTERS = 256
-MAX_ALLOWED_TOKENS = 1_000_000
 
 # Fields of OpenAI or vLLM that are not served yet, with the values that have no effect and are accepted.
 UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
@@ -94,7 +97,8 @@ def _vllm_xargs(value: object) -> dict[str, Any]:
 
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-MaxTokens = Annotated[int, Field(ge=1)]
+TokenCount = Annotated[int, Field(ge=0, le=MAX_TOKEN_COUNT)]
+MaxTokens = Annotated[TokenCount, Field(ge=1)]
 
 
 class StreamOptions(BaseModel):
@@ -132,7 +136,7 @@ class ApiRequest(BaseModel, abc.ABC):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     ignore_eos: bool = False
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] = []
-    min_tokens: Annotated[int, Field(ge=0)] = 0
+    min_tokens: TokenCount = 0
     bad_words: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]],
         Field(max_length=MAX_BAD_WORDS, fail_fast=True),
@@ -161,7 +165,7 @@ class ApiRequest(BaseModel, abc.ABC):
         default={}, description="num_speculative_tokens"
     )
     skip_special_tokens: bool = True
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = Field(
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_TOKEN_COUNT)] | None = Field(
         default=None,
         description="number of tokens that are kept at the end of each prompt; -1: all that leave room for the answer",
     )
@@ -229,13 +233,16 @@ class ApiRequest(BaseModel, abc.ABC):
     def truncate(self, token_ids: list[int], max_model_len: int) -> list[int]:
         """Returns the last `truncate_prompt_tokens` tokens of a prompt; all if it is None.
 
-        The value -1 keeps the tokens that leave room for the answer within `max_model_len`.
+        The value -1 keeps the tokens that leave room for the answer within `max_model_len`. Raises InvalidRequestError
+        if it keeps none.
         """
         kept = self.truncate_prompt_tokens
         if kept is None:
             return token_ids
         if kept == -1:
-            kept = max(0, max_model_len - (self.token_limit[1] or 1))
+            kept = max_model_len - (self.token_limit[1] or 1)
+        if kept < 1:
+            raise InvalidRequestError("truncate_prompt_tokens leaves no prompt", param="truncate_prompt_tokens")
         return token_ids[max(0, len(token_ids) - kept) :]
 
     @property

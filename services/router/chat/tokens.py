@@ -11,6 +11,7 @@ from starlette.routing import Route
 
 from cluster.errors import InvalidRequestError
 from services.router.api.endpoint import Serving
+from services.router.api.request import TokenId
 from services.router.chat.fields import TemplateVariables
 from services.router.chat.messages import Message, to_messages
 from services.router.chat.prompt import ChatPrompts, Conversation, check_continuation
@@ -55,7 +56,7 @@ class DetokenizeRequest(BaseModel):
 
     model: str | None = None
     # Validation stops at the first error: a list of a million invalid tokens would otherwise produce a million errors.
-    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_TOKENS, fail_fast=True)]
+    tokens: Annotated[list[TokenId], Field(max_length=MAX_TOKENS, fail_fast=True)]
 
 
 R = TypeVar("R", TokenizeRequest, DetokenizeRequest)

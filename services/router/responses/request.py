@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SkipValidation, ValidationError
 
 from cluster.errors import InvalidRequestError
-from services.router.api.request import IGNORED_FIELDS, parse_request
+from services.router.api.request import IGNORED_FIELDS, MaxTokens, parse_request
 from services.router.chat.endpoint import ChatRequest
 from services.router.chat.fields import EXTENSIONS
 from services.router.errors import excerpt, invalid_request, warn_of_unknown
@@ -50,7 +50,7 @@ class ResponsesRequest(BaseModel):
 
     input: Any = Field(description="a string, or a list of items")
     instructions: str | None = Field(default=None, description="the system message")
-    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_output_tokens: MaxTokens | None = None
     tools: list[Any] = []
     tool_choice: str | dict[str, Any] = "auto"
     text: dict[str, Any] = {}

@@ -111,7 +111,7 @@ def test_a_long_prompt_is_cut_to_what_leaves_room(router, target) -> None:
     assert router.complete(prompt=long, max_tokens=8, truncate_prompt_tokens=-1).status_code == 200
     assert target.requests[-1].prompt_token_ids == long[-(MAX_MODEL_LEN - 8) :]
     nothing = router.complete(prompt=long, max_tokens=8, truncate_prompt_tokens=0)
-    assert nothing.json()["error"]["param"] == "prompt"
+    assert nothing.json()["error"]["param"] == "truncate_prompt_tokens"
 
 
 @pytest.mark.parametrize("tokens", [[[]] * 50_000, [-1] * 500_000, [1] * 300_000])
