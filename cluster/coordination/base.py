@@ -40,6 +40,7 @@ class LinkEvent:
     link: Link
     event: LinkState | SpeculateReply
     answer_seconds: float = 0.0  # seconds between the link's last message and the reply
+    num_bytes: int = 0  # size of a reply that a worker sent
 
 
 class LinkPool(ABC):

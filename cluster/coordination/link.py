@@ -15,6 +15,7 @@ import grpc
 
 from cluster.coordination.backoff import Backoff
 from cluster.coordination.base import LinkEvent, LinkState
+from cluster.coordination.open_sequences import OpenSequences
 from cluster.errors import ConfigurationError
 from cluster.telemetry.metrics import Reading
 from cluster.transport.dialing import PLAIN, Dialer
@@ -33,7 +34,11 @@ _REPAIR_SECONDS = 30.0  # maximum pause if the worker is unusable, or its stream
 _STABLE_SECONDS = 5.0  # a stream that lived this long did not end because of its first message
 _MAX_OPEN_TOKENS = 2**18  # in a message, at up to 5 bytes each; one longer sequence may exceed it: workers take 16 MiB
 _NUM_ROUND_TRIPS = 64
+_MAX_WAITING_BYTES = 2**20  # unread replies of a link; the last one may exceed it
+_REPLY_BYTES = 1024  # minimum cost of a reply
+_WAIT_SECONDS = 0.002
 _LABEL_DIGITS = 8
+_MAX_NAME_CHARACTERS = 256
 _STOPPED = "Cancelling all calls"  # gRPC's message when a server is being shut down
 _DESCRIBE_TIMEOUT_SECONDS = 5.0
 _CHANNEL_OPTIONS = (
@@ -41,6 +46,9 @@ _CHANNEL_OPTIONS = (
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 300),  # in addition to `_RECONNECT_SECONDS`
     ("grpc.max_receive_message_length", 16 * 2**20),
+    # A fixed window: the estimated one grows to many MiB for a worker that floods the link.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 2**18),
     # The channel detects a silent worker within four seconds. Without `ping_timeout_ms` a ping may stay unanswered for
     # a minute. Without `max_pings_without_data` an idle link would stop sending pings.
     ("grpc.keepalive_time_ms", 2000),
@@ -84,6 +92,9 @@ class DraftLink:
         self._is_unusable = False  # True: the worker needs repair, so the link pauses up to `_REPAIR_SECONDS`
         self._outbox: Outbox[SpeculateRequest] | None = None  # set while the stream is up
         self._sent_at = 0.0
+        # Replies of all streams, in bytes. Each counter is written by one thread only.
+        self.num_taken_bytes = 0
+        self._num_delivered_bytes = 0
         self._round_trips: deque[float] = deque(maxlen=_NUM_ROUND_TRIPS)
 
     @property
@@ -200,8 +211,9 @@ class DraftLink:
         self._outbox = outbox
         logger.info("link to draft worker %s is up", self.address)
         self._notify(LinkEvent(self, LinkState.UP))
-        reader = asyncio.create_task(self._read(call))
-        writer = asyncio.create_task(self._write(call, outbox))
+        opened = OpenSequences()
+        reader = asyncio.create_task(self._read(call, opened))
+        writer = asyncio.create_task(self._write(call, outbox, opened))
         reader.add_done_callback(lambda _: writer.cancel())
         try:  # a writer whose stream has ended returns, and the reader raises the reason
             await asyncio.wait((reader, writer), return_when=asyncio.FIRST_EXCEPTION)
@@ -217,20 +229,28 @@ class DraftLink:
             raise RuntimeError("a request could not be written") from error
         reader.result()
 
-    async def _read(self, call: _Call) -> None:
-        """Delivers the replies until the worker ends the stream."""
+    async def _read(self, call: _Call, opened: OpenSequences) -> None:
+        """Delivers the replies until the worker ends the stream. Raises ValueError if one is unusable."""
         async for message in call:
             answer_seconds = time.perf_counter() - self._sent_at
+            # gRPC's flow control holds a flood back in the worker, also while the engine is idle and takes nothing.
+            while self._num_delivered_bytes - self.num_taken_bytes > _MAX_WAITING_BYTES:  # noqa: ASYNC110
+                await asyncio.sleep(_WAIT_SECONDS)
             started_at = time.thread_time()
-            self.traffic.received += message.ByteSize()
+            num_bytes = message.ByteSize()
+            if num_bytes > opened.max_reply_bytes:
+                raise ValueError(f"{num_bytes} bytes, where {opened.max_reply_bytes} were asked for at most")
+            self.traffic.received += num_bytes
             reply = decode_reply(message)
+            opened.received(reply)
             held_seconds = 0.0 if reply.timing is None else reply.timing.held_seconds
             if answer_seconds >= held_seconds:  # otherwise the reply crossed the last message
                 self._round_trips.append(answer_seconds - held_seconds)
-            self._notify(LinkEvent(self, reply, answer_seconds))
+            self._num_delivered_bytes += num_bytes + _REPLY_BYTES
+            self._notify(LinkEvent(self, reply, answer_seconds, num_bytes + _REPLY_BYTES))
             self.traffic.codec_seconds += time.thread_time() - started_at
 
-    async def _write(self, call: _Call, outbox: Outbox[SpeculateRequest]) -> None:
+    async def _write(self, call: _Call, outbox: Outbox[SpeculateRequest], opened: OpenSequences) -> None:
         waiting = SpeculateRequest()
         # All of these say that the stream has ended.
         with contextlib.suppress(grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
@@ -239,7 +259,9 @@ class DraftLink:
                 if newer is not None:
                     waiting.merge(newer)
                 started_at = time.thread_time()
-                message = encode_request(waiting.take_part(_MAX_OPEN_TOKENS))
+                request = waiting.take_part(_MAX_OPEN_TOKENS)
+                opened.sent(request)
+                message = encode_request(request)
                 num_bytes = message.ByteSize()
                 num_open_bytes = sum(entry.ByteSize() for entry in message.open)
                 self.traffic.opens += num_open_bytes
@@ -251,4 +273,5 @@ class DraftLink:
 
 def _label(model: types_pb2.ModelDescription) -> str:
     """Returns the model's label; unique if the worker reports a fingerprint, otherwise the model's name."""
-    return f"{model.name}@{model.fingerprint[:_LABEL_DIGITS]}" if model.fingerprint else model.name
+    name = model.name[:_MAX_NAME_CHARACTERS]
+    return f"{name}@{model.fingerprint[:_LABEL_DIGITS]}" if model.fingerprint else name

@@ -74,7 +74,11 @@ class DraftPool(LinkPool):
 
     def poll(self, timeout: float = 0.0) -> list[LinkEvent]:
         """Returns the events since the last call, waiting up to `timeout` seconds for the first."""
-        return take_all(self._events, timeout)
+        events = take_all(self._events, timeout)
+        for happened in events:
+            assert isinstance(happened.link, DraftLink)
+            happened.link.num_taken_bytes += happened.num_bytes
+        return events
 
     def readings(self) -> Iterator[Reading]:
         """Any thread."""

@@ -30,7 +30,7 @@ from cluster.speculation.tree import Shape, num_levels
 from cluster.speculation.tree_policy import Template
 from cluster.wire.messages import Advance, Proposal, SpeculateReply, SpeculateRequest
 
-_MAX_WIDTH = 64  # maximum nodes of a tree for each token of the window
+MAX_WIDTH = 64  # maximum nodes of a tree for each token of the window
 
 
 @dataclass(eq=False, slots=True)
@@ -200,7 +200,7 @@ class SpeculativeSequence:
 
     def _within_limits(self, proposal: Proposal, stats: CoordinatorStats) -> Proposal:
         """Returns `proposal` cut to the number of tokens that the window allows; counts the excess."""
-        most = self.window if proposal.parents is None else _MAX_WIDTH * self.window
+        most = self.window if proposal.parents is None else MAX_WIDTH * self.window
         num_excess = len(proposal.token_ids) - most
         if num_excess <= 0:
             return proposal

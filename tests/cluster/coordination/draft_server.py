@@ -27,6 +27,7 @@ class DraftServer(draft_pb2_grpc.DraftServicer):
 
     def __init__(self, loop: BackgroundLoop, fingerprint: str = FINGERPRINT, listener: Listener | None = None) -> None:
         self.fingerprint = fingerprint
+        self.name = "scripted"
         self.address = "127.0.0.1:0"
         self.messages: queue.Queue[draft_pb2.SpeculateRequest] = queue.Queue()
         self.num_streams = 0
@@ -64,7 +65,7 @@ class DraftServer(draft_pb2_grpc.DraftServicer):
 
     def send(self, message: draft_pb2.SpeculateReply) -> None:
         wait_until(lambda: self.num_streams > 0)  # a link is up before its worker knows
-        self._loop.run(self._stream.write(message))
+        self._loop.run(self.stream.write(message))
 
     def end(self, code: grpc.StatusCode, details: str) -> None:
         """The stream that began last ends with that."""
@@ -73,10 +74,10 @@ class DraftServer(draft_pb2_grpc.DraftServicer):
 
     async def _end(self, code: grpc.StatusCode, details: str) -> None:
         with contextlib.suppress(grpc.aio.AbortError):
-            await self._stream.abort(code, details)
+            await self.stream.abort(code, details)
 
     async def Describe(self, request: types_pb2.DescribeRequest, context: Any) -> draft_pb2.DraftDescription:
-        model = types_pb2.ModelDescription(name="scripted", tokenizer_fingerprint=self.fingerprint)
+        model = types_pb2.ModelDescription(name=self.name, tokenizer_fingerprint=self.fingerprint)
         return draft_pb2.DraftDescription(model=model)
 
     async def Speculate(
@@ -84,7 +85,7 @@ class DraftServer(draft_pb2_grpc.DraftServicer):
         request_iterator: AsyncIterator[draft_pb2.SpeculateRequest],
         context: grpc.aio.ServicerContext[draft_pb2.SpeculateRequest, draft_pb2.SpeculateReply],
     ) -> None:
-        self._stream = context
+        self.stream = context
         self.num_streams += 1
         self.num_streams_ever += 1
         try:

@@ -109,6 +109,50 @@ def comes_back(side: Side, server: DraftServer) -> None:
     carries_a_round(side, server)
 
 
+class TestUnasked:
+    def test_entries_for_sequences_that_are_not_open_are_dropped(self, up: Side, server: DraftServer) -> None:
+        up.link.send(opens(1, 2, 3))
+        server.request()
+        up.link.send(SpeculateRequest(closes={2}))
+        server.request()
+        strange = SpeculateReply({number: Proposal(number, 3, [7]) for number in (1, 2, 9)}, {2, 9}, {3, 9})
+        server.reply(strange)
+        assert up.next().event == SpeculateReply({1: Proposal(1, 3, [7])}, refused={3})
+        server.reply(proposes(3, 7))  # it was refused
+        assert up.next().event == SpeculateReply()
+        carries_a_round(up, server, 4)
+
+    def test_a_reply_may_be_as_large_as_what_was_asked(self, up: Side, server: DraftServer) -> None:
+        """Trees that fill the window of each sequence, with the largest numbers."""
+        tokens, parents = [2**32 - 1] * 640, list(range(-1, 639))
+        parents[-1] = 0  # otherwise it is a chain
+        wire_ids = [2**64 - 100 + number for number in range(50)]
+        up.link.send(opens(*wire_ids))
+        server.request()
+        trees = {number: Proposal(number, 2**32 - 1, tokens, parents, is_whole=False) for number in wire_ids}
+        up.link.send(SpeculateRequest(closes=set(wire_ids[1:])))
+        server.request()
+        message = server.reply(SpeculateReply(trees, lost={1, 2}))
+        assert message.ByteSize() > 200_000
+        assert up.next().event == SpeculateReply({wire_ids[0]: trees[wire_ids[0]]})
+
+    def test_a_larger_reply_ends_the_link(
+        self, up: Side, server: DraftServer, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        up.link.send(opens(1))
+        server.request()
+        server.reply(proposes(1, *[7] * 80_000))
+        comes_back(up, server)
+        assert "it sent an unusable message: 80019 bytes, where 72000 were asked for at most" in caplog.text
+
+    def test_a_long_name_is_cut(self, loop: BackgroundLoop, server: DraftServer) -> None:
+        server.name = "x" * 2**20
+        side = Side(loop, server.address)
+        side.comes_up()
+        assert side.link.model == "x" * 256
+        side.cancel()
+
+
 class TestRounds:
     def test_requests_arrive_and_replies_come_back(self, up: Side, server: DraftServer) -> None:
         carries_a_round(up, server)
@@ -116,6 +160,8 @@ class TestRounds:
         request.merge(SpeculateRequest(closes={5}))
         up.link.send(request)
         assert server.request() == request
+        up.link.send(opens(2))
+        server.request()
         server.reply(SpeculateReply(lost={1}, refused={2}, credit=77))
         reply = up.next().event
         assert reply == SpeculateReply(lost={1}, refused={2})

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
-from collections.abc import Iterator, Sequence
+import tracemalloc
+from collections.abc import Callable, Iterator, Sequence
 
+import grpc
 import pytest
 
 from cluster.coordination.base import LinkEvent, LinkState
+from cluster.coordination.link import DraftLink
 from cluster.coordination.pool import DraftPool
-from cluster.wire.messages import SpeculateReply, SpeculateRequest
+from cluster.wire.codec import encode_reply
+from cluster.wire.messages import Proposal, SpeculateReply, SpeculateRequest
+from protos.speculation.v1 import draft_pb2
 from tests.background_loop import BackgroundLoop
 from tests.endpoints import Endpoints
 from tests.waiting import WAIT_S, turns, wait_until
 
 from .draft_server import FINGERPRINT, DraftServer
+from .test_link import opens
 
 
 class Followed:
@@ -154,12 +161,124 @@ class TestPoll:
     ) -> None:
         followed.endpoints.become(addresses[0])
         (event,) = followed.events(1)
+        event.link.send(opens(*range(20)))
+        servers[0].request()
         replies = [SpeculateReply(refused={number}) for number in range(20)]
         num_bytes = sum(servers[0].reply(reply).ByteSize() for reply in replies)
         wait_until(lambda: event.link.traffic.received == num_bytes)
         followed.settle()
         assert [event.event for event in followed.pool.poll(timeout)] == replies
         assert followed.pool.poll() == []
+
+
+class Flood:
+    """A worker that sends `message` without end, on each stream that the link opens."""
+
+    def __init__(self, loop: BackgroundLoop, server: DraftServer, message: draft_pb2.SpeculateReply) -> None:
+        self.num_sent = 0
+        self._server, self._message = server, message
+        self._running = loop.start(self._send())
+
+    async def _send(self) -> None:
+        while True:
+            try:
+                await self._server.stream.write(self._message)
+                self.num_sent += 1
+            except (grpc.aio.BaseError, asyncio.InvalidStateError):  # the stream has ended
+                await asyncio.sleep(0.01)
+
+    def stop(self) -> None:
+        self._running.cancel()
+
+
+class TestFloods:
+    """A worker sends what nobody asked for, or much more than the engine's thread takes, which may be idle."""
+
+    MAX_WAITING_BYTES = 2**20
+
+    @pytest.fixture
+    def link(self, followed: Followed, servers: list[DraftServer], addresses: list[str]) -> DraftLink:
+        followed.endpoints.become(addresses[0])
+        (event,) = followed.events(1)
+        wait_until(lambda: servers[0].num_streams > 0)
+        assert isinstance(event.link, DraftLink)
+        return event.link
+
+    @pytest.mark.parametrize("num_open", [0, 8])
+    @pytest.mark.parametrize("num_tokens", [0, 1, 600])
+    def test_unread_replies_are_bounded(
+        self,
+        num_open: int,
+        num_tokens: int,
+        loop: BackgroundLoop,
+        followed: Followed,
+        servers: list[DraftServer],
+        link: DraftLink,
+    ) -> None:
+        if num_open:
+            link.send(opens(*range(1, num_open + 1)))
+            servers[0].request()
+        proposals = {number: Proposal(number, 3, [100_000] * num_tokens) for number in range(1, 11) if num_tokens}
+        message = encode_reply(SpeculateReply(proposals, credit=5))
+        tracemalloc.start()
+        flood = Flood(loop, servers[0], message)
+        settled_bytes = settled(lambda: link.traffic.received)
+        num_kept_bytes = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        assert settled_bytes <= self.MAX_WAITING_BYTES + message.ByteSize()
+        assert num_kept_bytes < 32 * self.MAX_WAITING_BYTES  # Python's numbers are larger than those on the wire
+        taken = followed.pool.poll()
+        assert len(taken) <= self.MAX_WAITING_BYTES / 1024 + 1
+        for happened in taken:
+            assert isinstance(happened.event, SpeculateReply)
+            assert happened.event.proposals.keys() <= set(range(1, num_open + 1))
+        wait_until(lambda: link.traffic.received > 2 * settled_bytes or not followed.pool.poll(0.1))
+        assert link.traffic.received > settled_bytes  # the stream goes on when the engine's thread has taken some
+        flood.stop()
+
+    def test_new_streams_do_not_add_to_them(
+        self, loop: BackgroundLoop, followed: Followed, servers: list[DraftServer], link: DraftLink
+    ) -> None:
+        message = encode_reply(SpeculateReply({1: Proposal(1, 3, [7] * 50_000)}))
+        flood = Flood(loop, servers[0], message)
+        settled(lambda: link.traffic.received)
+        assert flood.num_sent * message.ByteSize() < 2 * self.MAX_WAITING_BYTES  # gRPC buffers little more
+        servers[0].stop()
+        servers[0].start()
+        assert settled(lambda: link.traffic.received) <= self.MAX_WAITING_BYTES + message.ByteSize()
+        states = []
+        while len(states) < 2:  # the end is noticed when the replies have been taken
+            states += [h.event for h in followed.pool.poll(WAIT_S) if isinstance(h.event, LinkState)]
+        assert states == [LinkState.DOWN, LinkState.UP]
+        flood.stop()
+
+    def test_the_next_round_is_carried(
+        self, loop: BackgroundLoop, followed: Followed, servers: list[DraftServer], link: DraftLink
+    ) -> None:
+        flood = Flood(loop, servers[0], encode_reply(SpeculateReply({9: Proposal(9, 3, [7])})))
+        settled(lambda: link.traffic.received)
+        flood.stop()
+        link.send(opens(1))
+        servers[0].request()
+        servers[0].reply(SpeculateReply({1: Proposal(1, 3, [7, 8])}))
+        taken: list[LinkEvent] = []
+
+        def has_come() -> bool:
+            taken.extend(followed.pool.poll())
+            return taken[-1].event == SpeculateReply({1: Proposal(1, 3, [7, 8])})
+
+        wait_until(has_come)
+
+
+def settled(read: Callable[[], int]) -> int:
+    """Waits until `read` returns the same number above 0 for half a second, and returns it."""
+    last, since = 0, time.monotonic()
+    while last == 0 or time.monotonic() < since + 0.5:
+        if (value := read()) != last:
+            last, since = value, time.monotonic()
+        assert last < 2**24, "it does not settle"
+        time.sleep(0.01)
+    return last
 
 
 def test_readings_are_of_every_link(followed: Followed, servers: list[DraftServer], addresses: list[str]) -> None:
