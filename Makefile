@@ -12,8 +12,8 @@ BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE
 # pip does not remove kernels of an earlier build. One whose name has a version of Python would be loaded instead of the
 # new one.
-INSTALL := echo "Installing into .venv; this takes about 3 minutes and prints nothing" >&2 && \
-  rm -f cluster/*/_*.so && $(BIN)/pip install --quiet --no-compile $(PIP_FLAGS)
+INSTALL := echo "Installing into .venv; the first time this takes about 3 minutes" >&2 && \
+  rm -f cluster/*/_*.cpython-*.so && $(BIN)/pip install --no-compile --disable-pip-version-check $(PIP_FLAGS)
 KERNELS := $(wildcard cluster/*/kernels/*.[ch])
 READY := .venv/ready
 READY_DEV := .venv/ready-dev
@@ -175,4 +175,4 @@ release: $(READY_DEV)
 	$(BIN)/python -m deploy.release
 
 clean:
-	rm -rf .venv build dist *.egg-info
+	rm -rf .venv build dist *.egg-info cluster/*/_*.so

@@ -143,7 +143,7 @@ typedef struct {
 } Keys;
 
 /* scores = the chunk's keys times a column of queries: [CHUNK, 16]. */
-INLINE TILE_TARGET void score(const Progress *p, int64_t column, const Keys *keys, float *scores) {
+TILE_INLINE void score(const Progress *p, int64_t column, const Keys *keys, float *scores) {
     const uint16_t *queries = p->queries + column * 16 * p->size;
     tile_zero(SCORES);
     tile_zero(MORE_SCORES);
@@ -253,7 +253,7 @@ INLINE float weigh_one(const Progress *p, int64_t start, int64_t position, int64
 }
 
 /* sums = sums * rescale + weights . values, of the column's queries from `first` to `end`. */
-INLINE TILE_TARGET void accumulate(const Progress *p, int64_t column, int64_t first, int64_t end, const float *weights,
+TILE_INLINE void accumulate(const Progress *p, int64_t column, int64_t first, int64_t end, const float *weights,
                                    const float *rescale) {
     float *sums = p->sums + column * 16 * p->size;
     _Alignas(64) float products[2][16 * LANES];
@@ -333,7 +333,7 @@ TILE_TARGET static void visit(void *progress, int64_t start, const int64_t *path
     }
 }
 
-INLINE TILE_TARGET void attend(const Attention *a, const Part *part) {
+TILE_INLINE void attend(const Attention *a, const Part *part) {
     const int64_t num_queries = part->num_rows * group_of(a), num_columns = (num_queries + 15) / 16;
     const int64_t of_heads = part->num_heads * num_columns * 16, *row_positions = a->positions + first_row_of(a, part);
     const int64_t size = (a->head_dim + INPUTS - 1) / INPUTS * INPUTS;

@@ -142,7 +142,7 @@ static TARGET void visit(void *progress, int64_t start, const int64_t *path, int
             const __m512 weights = _mm512_maskz_mov_ps(visible, exp_ps(_mm512_sub_ps(scaled, _mm512_set1_ps(next))));
             const float rescale = _mm512_cvtss_f32(exp_ps(_mm512_set1_ps(p->largest[query] - next)));
             p->largest[query] = next;
-            p->totals[query] = p->totals[query] * rescale + _mm512_reduce_add_ps(weights);
+            p->totals[query] = fmaf(p->totals[query], rescale, _mm512_reduce_add_ps(weights));
             seeing.sums[num_seeing] = p->sums + query * head_dim;
             seeing.scales[num_seeing] = rescale;
             _mm512_storeu_ps(seeing.weights[num_seeing++], weights);

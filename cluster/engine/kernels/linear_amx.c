@@ -114,7 +114,7 @@ INLINE void add_scaled(const Sums *group, const float *scales, const int is_pair
 }
 
 /* One tile of rows, or two, times a panel. is_pair, is_only and format are constants after inlining. */
-INLINE TILE_TARGET void multiply(
+TILE_INLINE void multiply(
     const Job *j, int64_t panel, int64_t tile, Ahead *ahead, const int is_pair, const int is_only, const Format format) {
     const Weight *w = j->linear->weight;
     const Blocks *b = &j->blocks;
@@ -156,7 +156,7 @@ INLINE TILE_TARGET void multiply(
 }
 
 /* All rows of a panel. */
-INLINE TILE_TARGET void multiply_panel(const Job *j, int64_t panel, const Format format) {
+TILE_INLINE void multiply_panel(const Job *j, int64_t panel, const Format format) {
     const int64_t num_tiles = j->rows.num_tiles, panel_bytes = j->blocks.num_blocks * block_bytes(format);
     const char *kept = (const char *)j->linear->weight->panels + panel * panel_bytes;
     Ahead ahead = ahead_of(kept, panel_bytes, (num_tiles + 1) / 2, format);

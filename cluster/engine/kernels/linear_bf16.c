@@ -8,6 +8,7 @@
 #if KNOWS_AVX512_BF16
 
 #define BF16_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
+#define BF16_INLINE static inline __attribute__((always_inline)) BF16_TARGET /* INLINE has a target already */
 #define MAX_HEIGHT 24 /* of a tile of rows; its sums with one tile of a block stay in registers */
 #define FITTING_HEIGHT 14 /* its sums with both tiles of a block do, beside a pair and an input */
 /* Up to here a tile of rows is multiplied by both tiles of each block, else by all blocks' first tiles and then by all
@@ -24,15 +25,25 @@ typedef struct {
     Shares *panels;
 } Job;
 
+/* sum += the dot products of pairs of bfloat16 numbers. Clang (16, for example) recurses without end on its intrinsic. */
+BF16_INLINE __m512 add_products(__m512 sum, __m512i weights, __m512i inputs) {
+#ifdef __clang__
+    __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(inputs));
+    return sum;
+#else
+    return _mm512_dpbf16_ps(sum, (__m512bh)weights, (__m512bh)inputs);
+#endif
+}
+
 /* sums[row][tile] += the products of a pair of inputs, for `num_tiles` tiles from the one whose weights are given. */
-INLINE BF16_TARGET void multiply_pair(__m512 sums[][2], const int tile, const uint16_t *weights, const uint16_t *rows,
+BF16_INLINE void multiply_pair(__m512 sums[][2], const int tile, const uint16_t *weights, const uint16_t *rows,
                                       const int pair, const int height, const int num_tiles, const int is_prefetched) {
-    __m512bh pairs[2];
+    __m512i pairs[2];
 #pragma GCC unroll 2
     for (int v = 0; v < num_tiles; v++) {
         const uint16_t *of_tile = weights + v * TILE_VALUES + pair * BLOCK;
         if (is_prefetched) _mm_prefetch((const char *)of_tile + PREFETCH_BYTES, _MM_HINT_T1);
-        pairs[v] = (__m512bh)_mm512_loadu_si512(of_tile);
+        pairs[v] = _mm512_loadu_si512(of_tile);
     }
 #pragma GCC unroll 24
     for (int r = 0; r < height; r++) {
@@ -40,13 +51,13 @@ INLINE BF16_TARGET void multiply_pair(__m512 sums[][2], const int tile, const ui
         __builtin_memcpy(&inputs, rows + r * BLOCK + 2 * pair, sizeof inputs);
 #pragma GCC unroll 2
         for (int v = 0; v < num_tiles; v++)
-            sums[r][tile + v] = _mm512_dpbf16_ps(sums[r][tile + v], pairs[v], (__m512bh)_mm512_set1_epi32(inputs));
+            sums[r][tile + v] = add_products(sums[r][tile + v], pairs[v], _mm512_set1_epi32(inputs));
     }
 }
 
 /* `height` rows times `width` tiles of a panel, from the panel's tile `first`, of a block `at_once` so many. height,
    width, at_once and format are constants after inlining. */
-INLINE BF16_TARGET void multiply(const Job *j, int64_t panel, int64_t tile, const int first, const int height,
+BF16_INLINE void multiply(const Job *j, int64_t panel, int64_t tile, const int first, const int height,
                                  const int width, const int at_once, const Format format) {
     const Weight *w = j->linear->weight;
     const Blocks *b = &j->blocks;
@@ -111,7 +122,7 @@ INLINE BF16_TARGET void multiply(const Job *j, int64_t panel, int64_t tile, cons
    Weights that come from memory are read in the order in which they lie: Zen 4 reads two streams, 1 KB apart, at half the
    speed (190M parameters, 2 threads, 1 row: 18 ms, and 11 in order). The first tile of rows brings them into the second
    cache, where both tiles of a block are at hand and an input is loaded once for both. */
-INLINE BF16_TARGET void multiply_panel(const Job *j, int64_t panel, const Format format) {
+BF16_INLINE void multiply_panel(const Job *j, int64_t panel, const Format format) {
     for (int64_t tile = 0; tile < j->rows.num_tiles; tile++) switch (j->rows.height) {
 #define CASE(height) \
         case height: \

@@ -13,6 +13,9 @@ typedef struct { /* as the processor reads it */
     uint8_t rows[16];
 } TileShapes;
 
+/* INLINE has a target already, and clang refuses two. */
+#define TILE_INLINE static inline __attribute__((always_inline)) TILE_TARGET
+
 #ifdef EMULATE_TILES
 #include "tiles_emulated.h"
 #else
