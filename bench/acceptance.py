@@ -31,7 +31,6 @@ from bench.workload import Run, held_out_prompts, run_streams
 from cluster.config import Config
 from cluster.config.file import load_config
 from cluster.config.workers import WorkerConfig
-from cluster.engine.cpu_kernels import has_kernels
 from cluster.engine.loader import resolve_device, resolve_dtype
 from cluster.engine.memory_plan import PlannedModel
 from cluster.engine.model_config import ModelConfig
@@ -56,10 +55,9 @@ class Memory:
     def of(cls, cluster: LocalCluster) -> Memory:
         config = cluster.config
         has_copy = config.speculation.acceptance == "rejection"
-        draft_dtype = torch.bfloat16 if has_kernels() else torch.float32
         return cls(
-            target=_configured_bytes(config.target, torch.bfloat16),
-            draft_copy=_configured_bytes(config.draft, draft_dtype) if has_copy else 0.0,
+            target=_configured_bytes(config.target),
+            draft_copy=_configured_bytes(config.draft) if has_copy else 0.0,
             resident=_resident_bytes(cluster.targets[0].pid),
         )
 
@@ -180,10 +178,10 @@ def _row(config: Config, temperature: float, measured: Depth, memory: Memory, k:
     return Row(acceptance, temperature, measured, memory, shipped_bytes)
 
 
-def _configured_bytes(worker: WorkerConfig, dtype_on_cpu: torch.dtype) -> float:
+def _configured_bytes(worker: WorkerConfig) -> float:
     """Weights and KV cache."""
     device = resolve_device(worker.device)
-    dtype = worker.quantization or _PLANNED_DTYPES[resolve_dtype(worker.dtype, device, on_cpu=dtype_on_cpu)]
+    dtype = worker.quantization or _PLANNED_DTYPES[resolve_dtype(worker.dtype, device)]
     model = PlannedModel.parse(f"{resolve_model_folder(worker.model)}:{dtype}")
     return model.weight_bytes + kv_cache_budget(worker, device)
 

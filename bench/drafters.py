@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from bench.machine import describe_machine
 from bench.speedup import MEASURED, READY_TIMEOUT_SECONDS, Depth, Point, measure, spread, without_speculation
 from cluster.config import Config
@@ -143,7 +141,7 @@ def _drafter_name(text: str) -> str:
 
 def _gigabytes(config: Config) -> float:
     if config.draft.reads_states:
-        heads = load_heads(config, load_weights(config.target, dtype_on_cpu=torch.bfloat16))
+        heads = load_heads(config, load_weights(config.target))
         return (heads if isinstance(heads, MedusaHeads) else heads.model.weights).num_bytes_read / 1e9
     if not is_model(config.draft.drafter):
         return 0.0

@@ -81,7 +81,7 @@ class Engine:
         settings = {"model": model, "dtype": dtype, "quantization": quantization, "kv_cache_bytes": 2**30}
         config = Config().target.model_copy(update=settings)
         self.weights = quantization or dtype
-        self.runner = ModelRunner.from_config(config, dtype_on_cpu=torch.bfloat16)
+        self.runner = ModelRunner.from_config(config)
         loaded = self.runner.model
         self.instructions = instruction_set(loaded.dtype).name.lower() if isinstance(loaded, CpuModel) else None
         self._sampler = Sampler(loaded.device)

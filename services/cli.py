@@ -18,7 +18,7 @@ from typing import get_args
 from cluster.config import Config
 from cluster.config.file import load_config
 from cluster.config.types import LogFormat, LogLevel
-from cluster.errors import AddressInUseError, ConfigurationError, OutriderError
+from cluster.errors import AddressInUseError, ConfigurationError, OutriderError, UnavailableError
 from cluster.telemetry.logs import log_name, setup_logging
 from services import adapters, certs, check_config, health, speculation_switch
 from services.argument_types import name_and_value
@@ -155,8 +155,8 @@ COMMANDS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand. Returns the exit code.
 
-    An unusable setting is one line on stderr and code 2. A port that another program has, and may free later, is code
-    75 (EX_TEMPFAIL).
+    An unusable setting is one line on stderr and code 2. A cluster that cannot start is code 1. A port that another
+    program has, and may free later, is code 75 (EX_TEMPFAIL).
     """
     arguments = _parse(argv)
     if "log_level" in arguments:
@@ -176,7 +176,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             print(as_text(f"outrider {arguments.command}: {error}"), file=sys.stderr)
         is_passing = isinstance(error, AddressInUseError) and arguments.command in _PROGRAMS
-        return os.EX_TEMPFAIL if is_passing else 2
+        if is_passing:
+            return os.EX_TEMPFAIL
+        return 1 if isinstance(error, UnavailableError) and arguments.command == "serve" else 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader closed the output

@@ -10,8 +10,8 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Protocol
 
 import grpc
@@ -26,7 +26,7 @@ from cluster.config.workers import WorkerConfig
 from cluster.engine.cpu_kernels import best_instruction_set, has_kernels, instruction_set
 from cluster.engine.loader import Progress
 from cluster.engine.memory_plan import num_speculative_blocks
-from cluster.errors import AddressInUseError, ConfigurationError, OutriderError
+from cluster.errors import AddressInUseError, ConfigurationError, OutriderError, first_line
 from cluster.interpreter import keep_collections_short, switch_threads_soon
 from cluster.telemetry.metrics import Reading, WorkerMetrics
 from cluster.telemetry.metrics_page import PageGuard, serve_metrics
@@ -74,6 +74,18 @@ def check_before_loading(config: Config, pool: str) -> None:
     check_worker(config.target if pool == "target" else config.draft, pool)
     if pool == "target":
         warn_of_unknown_hosts(config.draft.addresses, "draft.addresses")
+
+
+@contextmanager
+def loading(model: str) -> Iterator[None]:
+    """Raises ConfigurationError, with one line, for what prevents the model from being loaded on this machine."""
+    try:
+        yield
+    except OutriderError:
+        raise
+    except Exception as error:  # libraries raise errors of their own for damaged files and for want of memory
+        logger.debug("cannot load %s", model, exc_info=True)
+        raise ConfigurationError(f"cannot load {model!r}: {type(error).__name__}: {first_line(error)}") from error
 
 
 def loading_progress(model: str) -> Progress:

@@ -10,8 +10,6 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from cluster.config.types import AdapterName, Address, DrainSeconds, FilePath, HostPort, Port, Section, is_host_port
 from cluster.errors import ConfigurationError
 
-DEFAULT_KV_CACHE_BYTES = 256 * 2**20
-
 Dtype = Literal["auto", "float32", "bfloat16"]
 QuantizationName = Literal["int8", "int4"]
 EngineName = Literal["torch", "vllm", "simulated"]
@@ -31,7 +29,8 @@ class WorkerConfig(Section):
     model: str = Field(description="Hugging Face folder, hub name, or the name of a bundled model")
     dtype: Dtype = Field(
         "auto",
-        description="type of weights and activations; auto: bfloat16, but float32 for a draft on a CPU without AVX-512",
+        description="type of weights and activations; auto: bfloat16, but float32 on a CPU without AVX-512 or "
+        "compiled kernels",
     )
     quantization: QuantizationName | None = Field(
         None, description="store the layers' projections as integers, converted from the checkpoint at start"
@@ -51,12 +50,14 @@ class WorkerConfig(Section):
     )
     block_size: PositiveInt = Field(16, description="tokens per KV block")
     kv_cache_bytes: PositiveInt | None = Field(
-        DEFAULT_KV_CACHE_BYTES,
-        description="bytes of the KV cache; null: by memory_utilization on a GPU, the default on a CPU",
+        None,
+        description="bytes of the KV cache; null: what memory_utilization leaves for it on a GPU; on a CPU room for "
+        "one sequence of max_model_len and for max_num_seqs of 1,024 tokens, within memory_utilization",
     )
     memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
         0.9,
-        description="share of the GPU memory without the weights that the KV cache gets, if kv_cache_bytes is null",
+        description="share of a GPU's memory that weights and KV cache may take, if kv_cache_bytes is null; on a CPU "
+        "the KV cache takes at most half of this share of the available memory",
     )
     enable_prefix_caching: bool = Field(
         True, description="keep full blocks of committed tokens and reuse them for sequences with the same prefix"

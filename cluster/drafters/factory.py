@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
 from cluster.config import Config
 from cluster.config.workers import READ_STATES, DraftConfig, DrafterName, LayerChoice
 from cluster.drafters.base import Drafter
@@ -14,7 +12,6 @@ from cluster.drafters.ngram import NgramDrafter
 from cluster.drafters.parallel import ParallelDrafter
 from cluster.drafters.simulated import SimulatedDrafter
 from cluster.drafters.translating import TranslatingDrafter
-from cluster.engine.cpu_kernels import has_kernels
 from cluster.engine.eagle import load_eagle_head, read_eagle_config
 from cluster.engine.heads import DecoderHead
 from cluster.engine.limits import StepLimits
@@ -46,7 +43,7 @@ def load_draft_model(
     The drafter must be one for which `is_model` returns True.
     """
     loaded = load_draft_weights(config, progress, vocabulary=vocabulary)
-    return ModelRunner.with_cache(loaded, config.draft, kv_cache_budget(config.draft, loaded.weights.device))
+    return ModelRunner.with_cache(loaded, config.draft, kv_cache_budget(config.draft, loaded))
 
 
 def is_model(drafter: DrafterName) -> bool:
@@ -98,7 +95,7 @@ def _self_int4(config: Config, progress: Progress | None, target: LoadedModel | 
     weights = target.weights
     like_target = {"device": weights.device.type, "dtype": str(weights.dtype).removeprefix("torch.")}
     draft = draft.model_copy(update=like_target)
-    return load_weights(draft, dtype_on_cpu=weights.dtype, progress=progress, ends=weights)
+    return load_weights(draft, progress=progress, ends=weights)
 
 
 def _check_shared(config: Config, target: LoadedModel) -> None:
@@ -230,12 +227,8 @@ def _load(
     layers: LayerChoice | None = None,
     vocabulary: VocabularyMap | None = None,
 ) -> LoadedModel:
-    # Every draft step reads all weights, so small weights are faster. Without the kernels, PyTorch is faster in
-    # float32.
-    dtype_on_cpu = torch.bfloat16 if has_kernels() else torch.float32
     return load_weights(
         draft,
-        dtype_on_cpu=dtype_on_cpu,
         progress=progress,
         layers=layers,
         rows=None if vocabulary is None else vocabulary.rows,

@@ -9,7 +9,16 @@ import torch
 
 from cluster.errors import ConfigurationError
 
-__all__ = ["LANES", "InstructionSet", "best_instruction_set", "has_kernels", "instruction_set", "kernels"]
+__all__ = [
+    "LANES",
+    "NO_KERNELS",
+    "InstructionSet",
+    "best_instruction_set",
+    "has_kernels",
+    "instruction_set",
+    "kernels",
+    "why_no_kernels",
+]
 
 try:
     from cluster.engine import _kernels as kernels
@@ -18,6 +27,7 @@ except ImportError:  # there was no C compiler at installation
 
 LANES = 16  # float32 numbers in a register, as in kernels.h
 VARIABLE = "OUTRIDER_CPU_ISA"
+NO_KERNELS = "none"  # value of the variable with which PyTorch's operators run
 
 
 class InstructionSet(enum.IntEnum):
@@ -42,8 +52,21 @@ _CHOICES = {choice.name.lower(): choice for choice in InstructionSet}
 
 
 def has_kernels() -> bool:
-    """Returns True if the kernels were built and run on this processor."""
-    return InstructionSet.AVX512.is_supported
+    """Returns True if the kernels were built, run on this processor and are not switched off."""
+    return why_no_kernels() is None
+
+
+def why_no_kernels() -> str | None:
+    """Returns why the kernels do not run, and what to do; None if they run."""
+    if os.environ.get(VARIABLE) == NO_KERNELS:
+        return f"{VARIABLE} is {NO_KERNELS}: unset it"
+    if kernels is None:
+        return (
+            "The kernels were not built: install a C compiler and Python's headers (gcc, python3-dev), then reinstall"
+        )
+    if not InstructionSet.AVX512.is_supported:
+        return "The kernels need a processor with AVX-512"
+    return None
 
 
 def instruction_set(dtype: torch.dtype) -> InstructionSet:
@@ -54,7 +77,7 @@ def instruction_set(dtype: torch.dtype) -> InstructionSet:
     """
     name = os.environ.get(VARIABLE)
     if name and name not in _CHOICES:
-        raise ConfigurationError(f"{VARIABLE}={name} is unknown: set it to one of {', '.join(_CHOICES)}")
+        raise ConfigurationError(f"{VARIABLE}={name} is unknown: set it to one of {', '.join((NO_KERNELS, *_CHOICES))}")
     if name and not _CHOICES[name].is_supported:
         raise ConfigurationError(
             f"{VARIABLE}={name} is not available: this processor lacks it, or the kernels were built without it"

@@ -60,13 +60,18 @@ class QuantizedLinear:
         return F.linear(x, self._weight.dequantize().to(x.dtype), self._bias)
 
 
+def _can_pack(dtype: torch.dtype) -> bool:
+    """Returns True if oneDNN has products of packed weights in `dtype` on this processor."""
+    return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 class TorchWeightFormat:
     """Weights for PyTorch's operators (a `WeightFormat`)."""
 
     def make_linear(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None = None) -> Linear:
         if isinstance(weight, QuantizedWeight):
             return QuantizedLinear(weight, bias)
-        if weight.device.type == "cpu" and torch._C._has_mkldnn:
+        if weight.device.type == "cpu" and torch._C._has_mkldnn and _can_pack(weight.dtype):
             return PackedLinear(weight, bias)
         return PlainLinear(weight, bias)
 

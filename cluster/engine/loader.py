@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import torch
 
 from cluster.config.workers import LayerChoice, Numerics
 from cluster.engine.checkpoint import TensorReader
+from cluster.engine.cpu_kernels import LANES, has_kernels, why_no_kernels
 from cluster.engine.cpu_model import CpuModel
 from cluster.engine.kv_cache import KVCache
 from cluster.engine.linear import Linear
@@ -20,6 +23,8 @@ from cluster.engine.quantization import Quantization, QuantizedWeight, quantize
 from cluster.engine.stored_weights import read_stored, stack_outputs, to_floats
 from cluster.engine.weights import LayerWeights, ModelWeights, WeightFormat
 from cluster.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 "Called with (parts read, all parts) while a model loads; embedding, head and every layer are a part each."
@@ -63,11 +68,15 @@ def resolve_device(device: str) -> torch.device:
     return torch.device(device)
 
 
-def resolve_dtype(dtype: str, device: torch.device, *, on_cpu: torch.dtype) -> torch.dtype:
-    """Returns the dtype; `auto` is bfloat16 on a GPU and `on_cpu` on a CPU."""
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """Returns the dtype; `auto` is bfloat16, but float32 on a CPU without the kernels.
+
+    Steps of few rows wait for weights, so half the bytes are faster. PyTorch's operators multiply bfloat16 slowly, or
+    not at all, on processors without AVX-512.
+    """
     if dtype != "auto":
         return _DTYPES[dtype]
-    return torch.bfloat16 if device.type == "cuda" else on_cpu
+    return torch.bfloat16 if device.type == "cuda" or has_kernels() else torch.float32
 
 
 def load_model(
@@ -97,6 +106,9 @@ def load_model(
     form = form or form_on(config, dtype, device, numerics)
     if device.type != "cpu":
         num_outputs = None
+    elif form is TorchModel:
+        size = f"A head size of {config.head_dim} is no multiple of {LANES}, which the kernels need"
+        _warn_of_operators(why_no_kernels() or size)
     reader = WeightReader(
         config, TensorReader(folder, dtype, device), form.weight_format, quantization, rows, num_outputs
     )
@@ -122,6 +134,16 @@ def form_on(config: ModelConfig, dtype: torch.dtype, device: torch.device, numer
         if TritonModel.supports(config, dtype):
             return InvariantTritonModel if numerics == "invariant" else TritonModel
     return TorchModel
+
+
+@cache
+def _warn_of_operators(reason: str) -> None:
+    """Logs once for each reason that PyTorch's operators run on this CPU."""
+    logger.warning(
+        "PyTorch's operators compute on this CPU: steps take several times as long as with Outrider's kernels, and "
+        "near-ties may fall either way. %s",
+        reason,
+    )
 
 
 def form_like(form: type[Model], config: ModelConfig, dtype: torch.dtype) -> type[Model]:

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from cluster.config.workers import DEFAULT_KV_CACHE_BYTES, LayerChoice, Numerics, WorkerConfig
+from cluster.config.workers import LayerChoice, Numerics, WorkerConfig
 from cluster.engine.batch import Batch, Segment, Unread, pack, slots_of
 from cluster.engine.blocks import BlockManager
 from cluster.engine.gpu_kernels.product_tiles import use_tiles
 from cluster.engine.graph_memory import StepModel, graph_bytes, graph_sizes
+from cluster.engine.host_memory import host_cache_bytes
 from cluster.engine.kv_cache import KVCache, block_bytes
 from cluster.engine.loader import LoadedModel, Progress, load_model, resolve_device, resolve_dtype
 from cluster.engine.model import LayerInputs
@@ -39,7 +40,6 @@ class ModelRunner:
         cls,
         config: WorkerConfig,
         *,
-        dtype_on_cpu: torch.dtype,
         progress: Progress | None = None,
         layers: LayerChoice | None = None,
         numerics: Numerics = "fast",
@@ -48,8 +48,8 @@ class ModelRunner:
 
         `layers` and `numerics` as in `load_model`.
         """
-        loaded = load_weights(config, dtype_on_cpu=dtype_on_cpu, progress=progress, layers=layers, numerics=numerics)
-        num_bytes = kv_cache_budget(config, loaded.weights.device, recorded_bytes(config, loaded))
+        loaded = load_weights(config, progress=progress, layers=layers, numerics=numerics)
+        num_bytes = kv_cache_budget(config, loaded, recorded_bytes(config, loaded))
         return cls.with_cache(loaded, config, num_bytes)
 
     @classmethod
@@ -124,7 +124,6 @@ class ModelRunner:
 def load_weights(
     config: WorkerConfig,
     *,
-    dtype_on_cpu: torch.dtype,
     progress: Progress | None = None,
     layers: LayerChoice | None = None,
     numerics: Numerics = "fast",
@@ -137,7 +136,7 @@ def load_weights(
     Raises ConfigurationError.
     """
     device = resolve_device(config.device)
-    dtype = resolve_dtype(config.dtype, device, on_cpu=dtype_on_cpu)
+    dtype = resolve_dtype(config.dtype, device)
     quantization = quantization_of(config)
     folder = resolve_model_folder(config.model)
     if config.product_tiles is not None and device.type == "cuda":
@@ -181,21 +180,28 @@ def kv_cache_budgets(
 ) -> tuple[int, int]:
     """Returns the bytes of the KV caches of a target and of the draft in its process. Both models must be loaded.
 
-    If both are on one GPU and only one cache has a configured size, the other cache gets its share of the remaining
-    memory. If neither size is configured, `target` determines the total, and both caches hold the same number of
-    tokens.
+    If both are on one GPU and only one cache has a configured size, the other cache gets what remains of its share of
+    the memory. If neither size is configured, `target` determines the total, and both caches hold the same number of
+    tokens. On a CPU, too, `target` determines what both may take together.
     """
     device = target_model.weights.device
     of_target, of_draft = recorded_bytes(target, target_model), recorded_bytes(draft, draft_model)
-    if device.type != "cuda" or draft_model.weights.device != device:
-        return kv_cache_budget(target, device, of_target), kv_cache_budget(draft, draft_model.weights.device, of_draft)
-    num_bytes = [kv_cache_budget(config, device, of_target + of_draft) for config in (target, draft)]
+    if draft_model.weights.device != device:
+        return kv_cache_budget(target, target_model, of_target), kv_cache_budget(draft, draft_model, of_draft)
+    if device.type != "cuda":
+        shares = in_proportion(100, _token_bytes(target_model), _token_bytes(draft_model))
+        halves = [
+            config.model_copy(update={"memory_utilization": target.memory_utilization * share / 100})
+            for config, share in zip((target, draft), shares, strict=True)
+        ]
+        return kv_cache_budget(halves[0], target_model), kv_cache_budget(halves[1], draft_model)
+    num_bytes = [kv_cache_budget(*one, of_target + of_draft) for one in ((target, target_model), (draft, draft_model))]
     if target.kv_cache_bytes is None and draft.kv_cache_bytes is None:
         return in_proportion(num_bytes[0], _token_bytes(target_model), _token_bytes(draft_model))
     if target.kv_cache_bytes is None:
-        return max(0, num_bytes[0] - int(target.memory_utilization * num_bytes[1])), num_bytes[1]
+        return max(0, num_bytes[0] - num_bytes[1]), num_bytes[1]
     if draft.kv_cache_bytes is None:
-        return num_bytes[0], max(0, num_bytes[1] - int(draft.memory_utilization * num_bytes[0]))
+        return num_bytes[0], max(0, num_bytes[1] - num_bytes[0])
     return num_bytes[0], num_bytes[1]
 
 
@@ -210,17 +216,18 @@ def _token_bytes(model: LoadedModel) -> int:
     return block_bytes(model.config, 1, model.weights.dtype)
 
 
-def kv_cache_budget(config: WorkerConfig, device: torch.device, recorded_bytes: int = 0) -> int:
-    """Returns the bytes of the KV cache. The weights must be loaded; `recorded_bytes` stay free for recorded steps."""
+def kv_cache_budget(config: WorkerConfig, model: LoadedModel, recorded_bytes: int = 0) -> int:
+    """Returns the bytes of the KV cache of `model`. `recorded_bytes` stay free for recorded steps."""
     if config.kv_cache_bytes is not None:
         return config.kv_cache_bytes
+    device = model.weights.device
     if device.type != "cuda":
-        return DEFAULT_KV_CACHE_BYTES
+        return host_cache_bytes(config, _max_context(config, model), _token_bytes(model))
     torch.cuda.empty_cache()  # memory left over from loading counts as free
-    free, _ = torch.cuda.mem_get_info(device)
-    num_bytes = max(0, int(config.memory_utilization * (free - recorded_bytes)))
+    free, total = torch.cuda.mem_get_info(device)
+    num_bytes = max(0, int(config.memory_utilization * total) - (total - free) - recorded_bytes)
     logger.info(
-        "KV cache: %.1f GB, %g of the GPU memory that %.2f GB of recorded steps leave free",
-        *(num_bytes / 1e9, config.memory_utilization, recorded_bytes / 1e9),
+        "KV cache: %.1f GB, what %.2f GB in use and %.2f GB of recorded steps leave of %g of the GPU's memory",
+        *(num_bytes / 1e9, (total - free) / 1e9, recorded_bytes / 1e9, config.memory_utilization),
     )
     return num_bytes

@@ -6,8 +6,11 @@ from dataclasses import dataclass
 
 from cluster.config import Config
 from cluster.config.simulation import SimulationConfig
+from cluster.engine.host_memory import host_cache_bytes
 from cluster.engine.memory_plan import Budget, Memory, PlannedModel, Tenant
+from cluster.engine.model_config import ModelConfig
 from cluster.errors import ConfigurationError
+from cluster.model_folder import resolve_model_folder
 from cluster.planning.hardware import GpuGroup
 from cluster.planning.kernels import Segments
 from cluster.planning.steps import Roofline
@@ -49,7 +52,7 @@ def num_kv_blocks(config: Config, target: OnGpus | None, kv_tokens: int | None) 
     """Returns the number of KV blocks of a target. Raises ConfigurationError if there is no room for a block.
 
     The blocks hold `kv_tokens` tokens. If `kv_tokens` is None, they fill the memory of the GPUs of `target` that the
-    weights leave free. If `target` is None too, they fill `target.kv_cache_bytes`.
+    weights leave free. If `target` is None too, they fill the KV cache of a target on a CPU.
     """
     size = config.target.block_size
     if kv_tokens is not None:
@@ -60,9 +63,11 @@ def num_kv_blocks(config: Config, target: OnGpus | None, kv_tokens: int | None) 
         number = int(budget.kv_cache_bytes / (size * target.model.kv_bytes_per_token))
     else:
         model = PlannedModel.parse(f"{config.target.model}:bf16")
-        if config.target.kv_cache_bytes is None:
-            raise ConfigurationError("target.kv_cache_bytes is null: give --kv-tokens, or the target's GPUs")
-        number = config.target.kv_cache_bytes // (size * model.kv_bytes_per_token)
+        folder, token_bytes = resolve_model_folder(config.target.model), model.kv_bytes_per_token
+        longest = ModelConfig.from_folder(folder).resolve_max_model_len(config.target.max_model_len)
+        number = (config.target.kv_cache_bytes or host_cache_bytes(config.target, longest, token_bytes)) // (
+            size * token_bytes
+        )
     if number < 1:
         raise ConfigurationError("the target has no room for a KV block: its weights fill its memory")
     return number

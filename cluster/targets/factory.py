@@ -30,6 +30,7 @@ from cluster.drafters.medusa import MedusaDrafter
 from cluster.drafters.pairing import draft_vocabulary
 from cluster.drafters.target_states import TargetStates
 from cluster.engine.blocks import BlockManager
+from cluster.engine.host_memory import host_cache_bytes, usable_length
 from cluster.engine.invariance import check_invariance
 from cluster.engine.kv_cache import block_bytes
 from cluster.engine.limits import StepLimits
@@ -76,7 +77,7 @@ def make_target(config: Config, tokenizer_fingerprint: str, progress: Progress |
 
 def _torch(config: Config, fingerprint: str, progress: Progress | None) -> Target:
     target = config.target
-    loaded = load_weights(target, dtype_on_cpu=torch.bfloat16, progress=progress, numerics=target.numerics)
+    loaded = load_weights(target, progress=progress, numerics=target.numerics)
     pool: LinkPool
     states = speculator = None
     if config.drafts_in_process and config.draft.in_process_threads == "device":
@@ -92,13 +93,15 @@ def _torch(config: Config, fingerprint: str, progress: Progress | None) -> Targe
     if target.numerics == "invariant":
         check_invariance(runner)
     rejection = _rejection(config, runner) if config.speculation.acceptance == "rejection" else None
-    limits = StepLimits.of(target, runner.model.config.resolve_max_model_len(target.max_model_len))
+    longest = runner.model.config.resolve_max_model_len(target.max_model_len)
+    token_bytes = block_bytes(loaded.config, 1, loaded.weights.dtype)
+    limits = StepLimits.of(target, usable_length(target, longest, runner.blocks.num_blocks, token_bytes))
     return TorchTarget(target.model, runner, limits, pool, _speculation(config, pool), rejection, states, speculator)
 
 
 def _without_draft(loaded: LoadedModel, target: TargetConfig) -> ModelRunner:
     """Returns the runner of a target that shares its device's memory with no draft model."""
-    budget = kv_cache_budget(target, loaded.weights.device, recorded_bytes(target, loaded))
+    budget = kv_cache_budget(target, loaded, recorded_bytes(target, loaded))
     return ModelRunner.with_cache(loaded, target, budget)
 
 
@@ -248,11 +251,13 @@ def _simulated(config: Config, fingerprint: str, progress: Progress | None) -> T
     model = ModelConfig.from_folder(resolve_model_folder(target.model))
     pool: LinkPool
     pool = _in_process_pool(config, make_drafter(config)) if config.drafts_in_process else _pool(config, fingerprint)
-    num_blocks = kv_cache_budget(target, torch.device("cpu")) // block_bytes(model, target.block_size, torch.bfloat16)
+    longest, token_bytes = target.max_model_len or model.max_position_embeddings, block_bytes(model, 1, torch.bfloat16)
+    num_bytes = target.kv_cache_bytes or host_cache_bytes(target, longest, token_bytes)
+    num_blocks = num_bytes // (target.block_size * token_bytes)
     return SimulatedTarget(
         config.simulation,
         config.simulation.vocab_size or model.vocab_size,
-        StepLimits.of(target, target.max_model_len or model.max_position_embeddings),
+        StepLimits.of(target, usable_length(target, longest, num_blocks, token_bytes)),
         BlockManager(num_blocks, target.block_size, enable_prefix_caching=target.enable_prefix_caching),
         pool,
         _speculation(config, pool),

@@ -11,9 +11,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from cluster.config import V2_RUNNER, Config
 from cluster.config.workers import WorkerConfig
+from cluster.engine.host_memory import host_cache_bytes
+from cluster.engine.kv_cache import block_bytes
 from cluster.engine.loader import resolve_device
+from cluster.engine.model_config import ModelConfig
 from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder
 from cluster.vllm.function_wrapping import wrap_function
@@ -23,6 +28,8 @@ from cluster.vllm.function_wrapping import wrap_function
 # runner in a separate process, both processes would spin for messages on the cores that the model needs.
 _IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 _CPU_BLOCK_TOKENS = 32  # vLLM's attention on a CPU is fast for multiples of this block size
+
+_FITTING_LENGTH = -1  # max_model_len with which vLLM takes the model's, or what its KV cache holds if that is less
 
 COUPLED_SAMPLING = "cluster.vllm.coupled_sampling:CoupledSampling"  # logits processor of the V2 runner
 
@@ -71,10 +78,10 @@ def common_engine_args(worker: WorkerConfig) -> dict[str, Any]:
         "dtype": "bfloat16" if worker.dtype == "auto" else worker.dtype,
         "tensor_parallel_size": worker.tensor_parallel_size,
         "block_size": block_size,
-        "kv_cache_memory_bytes": worker.kv_cache_bytes,
+        "kv_cache_memory_bytes": _host_cache_bytes(worker) if is_cpu else worker.kv_cache_bytes,
         "gpu_memory_utilization": worker.memory_utilization,
         "enable_prefix_caching": worker.enable_prefix_caching,
-        "max_model_len": worker.max_model_len,
+        "max_model_len": worker.max_model_len or _FITTING_LENGTH,
         "max_num_seqs": worker.max_num_seqs,
         "max_num_batched_tokens": worker.max_num_batched_tokens,
         # Drafters get the committed tokens between two steps, so these must be on the host when a step is scheduled.
@@ -83,6 +90,19 @@ def common_engine_args(worker: WorkerConfig) -> dict[str, Any]:
         **({"distributed_executor_backend": _IN_PROCESS} if is_cpu and worker.tensor_parallel_size == 1 else {}),
         **worker.engine_args,
     }
+
+
+def _host_cache_bytes(worker: WorkerConfig) -> int | None:
+    """Returns the bytes of the KV cache on a CPU; None if only vLLM can read the model's sizes."""
+    if worker.kv_cache_bytes is not None:
+        return worker.kv_cache_bytes
+    try:
+        model = ModelConfig.from_folder(resolve_model_folder(worker.model))
+    except ConfigurationError:
+        return None
+    dtype = torch.float32 if worker.dtype == "float32" else torch.bfloat16
+    longest = worker.max_model_len or model.max_position_embeddings
+    return host_cache_bytes(worker, longest, block_bytes(model, 1, dtype))
 
 
 def check_platform() -> None:

@@ -111,7 +111,7 @@ class DraftTraining(DrafterTraining):
 
 
 def _new_draft(task: TrainingTask) -> LlamaForCausalLM:
-    loaded = load_weights(task.target, dtype_on_cpu=torch.bfloat16)
+    loaded = load_weights(task.target)
     options = task.arguments
     intermediate_size = options.intermediate_size or _DRAFT_INTERMEDIATE_SIZE
     shape = DraftShape(options.hidden_size, options.num_layers, intermediate_size)
@@ -124,7 +124,7 @@ class HeadTraining(DrafterTraining):
     _head: TrainableHead
 
     def __init__(self, task: TrainingTask) -> None:
-        loaded = load_weights(task.target, dtype_on_cpu=torch.bfloat16)
+        loaded = load_weights(task.target)
         self._config, self._ends = loaded.config, TargetEnds.of_engine(loaded)
         self._head = self._new(task) if task.draft_folder is None else self._load(task.draft_folder)
         # If prompt and answer together have fewer than 3 tokens, the answer has no place at which a head drafts.

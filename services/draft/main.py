@@ -19,6 +19,7 @@ from protos.speculation.v1 import draft_pb2_grpc, types_pb2
 from services.draft.servicer import DraftServicer
 from services.worker import (
     check_before_loading,
+    loading,
     loading_progress,
     log_kv_cache,
     prepare_process,
@@ -40,8 +41,9 @@ def run(config: Config) -> int:
         )
     check_before_loading(config, "draft")
     prepare_process(config.draft)
-    vocabulary = draft_vocabulary(config) if config.names_target else None
-    drafter = make_drafter(config, loading_progress(config.draft_model), vocabulary)
+    with loading(config.draft_model):
+        vocabulary = draft_vocabulary(config) if config.names_target else None
+        drafter = make_drafter(config, loading_progress(config.draft_model), vocabulary)
     if drafter.num_blocks:
         window = config.speculation.window(config.speculation.num_speculative_tokens)
         log_kv_cache(drafter.num_blocks, drafter.block_size, config.draft.max_num_seqs, window)

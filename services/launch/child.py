@@ -6,13 +6,16 @@ import ctypes
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import IO
 
 from cluster.config.environment import without_settings
-from cluster.errors import ConfigurationError
+from cluster.errors import ConfigurationError, UnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +24,7 @@ EXIT_CONFIGURATION = 2
 
 _RESTART_SECONDS = (0.1, 0.5, 2.0, 5.0)
 _HEALTHY_AFTER_SECONDS = 30.0
+_MAX_STARTS = 3  # of a program that is never ready: it would fail in the same way for ever
 _POLL_SECONDS = 0.05
 _PR_SET_PDEATHSIG = 1
 # PyTorch's compute threads (those of our own kernels have a count of theirs) spin this often before they sleep: long
@@ -42,14 +46,19 @@ class Child:
         prefix: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         *,
+        address: str | None = None,
         is_heard: bool = False,
     ) -> None:
         """`prefix`: a command that runs another in its place, such as `ip netns exec NAME`.
 
-        `environment` is added to the launcher's. The output goes where the launcher's goes or, if `is_heard`, to
-        `lines`.
+        `environment` is added to the launcher's. `address`: host:port at which the program listens once it is ready.
+        The output goes where the launcher's goes or, if `is_heard`, to `lines`.
         """
         self.name = name
+        self._listens_at = address
+        self._was_ready = False
+        self._last_line = ""  # of what it wrote to stderr
+        self._reader: threading.Thread | None = None
         self._environment = environment or {}
         self._is_heard = is_heard
         self._command = [*prefix, sys.executable, "-m", module, *arguments]
@@ -71,11 +80,14 @@ class Child:
             self._command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE if self._is_heard else None,
-            stderr=subprocess.STDOUT if self._is_heard else None,
+            stderr=subprocess.STDOUT if self._is_heard else subprocess.PIPE,
             env=environment,
             start_new_session=True,  # Ctrl-C is for the launcher, which ends its children in order
             preexec_fn=_end_with_parent,
         )
+        if self._process.stderr is not None:
+            self._reader = threading.Thread(target=self._pass_on, args=(self._process.stderr,), daemon=True)
+            self._reader.start()
         self._started_at = time.monotonic()
 
     def lines(self) -> Iterator[str]:
@@ -85,13 +97,29 @@ class Child:
         for line in output:
             yield line.decode("utf-8", errors="replace").rstrip()
 
+    def _pass_on(self, output: IO[bytes]) -> None:
+        """Writes what the program writes to stderr to the launcher's, and keeps the last line."""
+        for line in output:
+            sys.stderr.buffer.write(line)
+            sys.stderr.buffer.flush()
+            self._last_line = line.decode("utf-8", errors="replace").strip() or self._last_line
+
     def watch(self) -> None:
-        """Starts the program again, after a pause, if it died. Raises ConfigurationError if that is pointless."""
-        if self._process is None or (code := self._process.poll()) is None:
+        """Starts the program again, after a pause, if it died.
+
+        Raises ConfigurationError if that is pointless, and UnavailableError if it has ended several times and was never
+        ready.
+        """
+        if self._process is None:
+            return
+        if (code := self._process.poll()) is None:
+            self._was_ready = self._was_ready or self._is_listening()
             return
         now = time.monotonic()
         if code == EXIT_CONFIGURATION:
             raise ConfigurationError(f"the {self.name} could not start; its message is above")
+        if self._listens_at is not None and not self._was_ready and self._num_restarts + 1 >= _MAX_STARTS:
+            raise UnavailableError(self._describe_end(code))
         if self._restart_at is None:
             if now - self._started_at > _HEALTHY_AFTER_SECONDS:
                 self._num_restarts = 0
@@ -102,6 +130,26 @@ class Child:
             self._restart_at = None
             self._num_restarts += 1
             self.start()
+
+    def _is_listening(self) -> bool:
+        if self._listens_at is None:
+            return False
+        host, _, port = self._listens_at.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_POLL_SECONDS).close()
+        except OSError:
+            return False
+        return True
+
+    def _describe_end(self, code: int) -> str:
+        """Returns why the program, which ended with `code`, cannot start."""
+        if self._reader is not None:
+            self._reader.join(timeout=1.0)  # it may still read the last line
+        if code == -signal.SIGKILL:
+            reason = "it was killed, probably for want of memory: use a smaller model, or set kv_cache_bytes"
+        else:
+            reason = f"it ended with code {code}. Its last line: {self._last_line or '(none)'}"
+        return f"the {self.name} was started {_MAX_STARTS} times and was never ready: {reason}"
 
     def terminate(self) -> None:
         if self._process is not None and self._process.poll() is None:

@@ -31,6 +31,7 @@ from services.launch.child import Child, end_all
 from services.launch.cores import CoreShares, divide_cores
 from services.launch.foreground import StopSignals, announce, read_health
 from services.launch.host_cores import read_cores, share_host_cores
+from services.launch.memory import share_memory
 from services.launch.place_draft import place_draft, target_has_gpu
 
 logger = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ class WorkerProcess(Child):
                 arguments += ["--set", f"{pool}.cpus={list(self.cpus)}"]
         self.address = worker.addresses[index]
         name = pool if worker.replicas == 1 else f"{pool} {index}"
-        super().__init__(name, arguments, environment={LOG_NAME: name, **(environment or {})})
+        super().__init__(name, arguments, environment={LOG_NAME: name, **(environment or {})}, address=self.address)
 
 
 class Proxy(Child):
@@ -135,7 +136,12 @@ class LocalCluster:
         # It opens the pages about the cluster's state if the router asks for keys. It stays in this process.
         self._key = secrets.token_urlsafe(32)
         key_hash = {LAUNCHER_KEY_SHA256: hashlib.sha256(self._key.encode()).hexdigest()}
-        self.router = Child("router", ["router", "--config", str(config_file)], environment=key_hash)
+        router = self.config.router
+        self.router = Child(
+            *("router", ["router", "--config", str(config_file)]),
+            environment=key_hash,
+            address=_local_url(router.scheme, router.host, router.port).partition("//")[2],
+        )
 
     @property
     def url(self) -> str:
@@ -302,6 +308,7 @@ def _resolve(config: Config) -> Config:
         addresses = tuple(f"127.0.0.1:{port}" for port in ports)
         return {"addresses": addresses, "listen": None, "advertise": None, "health_listen": None}
 
+    config = share_memory(config)
     return config.model_copy(
         update={
             "target": config.target.model_copy(update=placed(target_ports)),

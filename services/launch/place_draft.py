@@ -70,6 +70,11 @@ def target_has_gpu(config: Config) -> bool:
     return device == "cuda" or (device == "auto" and _has_gpu())
 
 
+def draft_has_gpu(config: Config) -> bool:
+    """Returns True if the draft workers compute on a GPU, as far as the launcher can determine."""
+    return config.draft.device == "cuda" or (config.draft.device == "auto" and _has_gpu())
+
+
 def _can_have_cores_of_its_own(config: Config) -> bool:
     """Returns True if a draft with `draft.device: cpu` gets cores that its target, which has a GPU, does not use.
 

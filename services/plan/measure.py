@@ -16,8 +16,6 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-import torch
-
 from cluster.config import Config
 from cluster.config.workers import WorkerConfig
 from cluster.drafters.base import Drafter, DraftSequence
@@ -127,7 +125,7 @@ def _apart(
 
 def _time_target(config: Config, loads: Sequence[ExpectedLoad], temperature: float) -> list[Points]:
     prepare_process(config.target)
-    runner = ModelRunner.from_config(config.target, dtype_on_cpu=torch.bfloat16, numerics=config.target.numerics)
+    runner = ModelRunner.from_config(config.target, numerics=config.target.numerics)
     sampler = Sampler(runner.model.device)
     most_rows = config.target.max_num_batched_tokens
     return [_target_points(runner, sampler, load, most_rows, temperature) for load in loads]

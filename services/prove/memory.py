@@ -8,6 +8,7 @@ from typing import Any
 
 from cluster.config import Config
 from cluster.config.workers import WorkerConfig
+from cluster.engine.host_memory import available_bytes, host_cache_bytes
 from cluster.engine.memory_plan import GB, PlannedModel
 from cluster.engine.model_config import ModelConfig
 from cluster.errors import ConfigurationError
@@ -60,7 +61,7 @@ def fit_together(experiment: Experiment) -> bool:
     needed[draft] = needed.get(draft, 0.0) + remote
     on_host = sum(size for device, size in needed.items() if device.kind == "cpu")
     on_gpus = {device: size for device, size in needed.items() if device.kind == "cuda"}
-    return on_host <= _USABLE_SHARE * _host_bytes() and all(
+    return on_host <= _USABLE_SHARE * available_bytes() and all(
         size <= _USABLE_SHARE * _gpu_bytes(device) for device, size in on_gpus.items()
     )
 
@@ -89,13 +90,17 @@ def _clamped(num_tokens: int, model: str) -> int:
 def _num_bytes(worker: WorkerConfig, model: str, device: Device, *, is_vllm: bool) -> float | None:
     """Estimates the memory of a worker on `device` in bytes; None if it is unknown.
 
-    It is also unknown if the KV cache has a share of the device's memory.
+    It is also unknown if the KV cache has a share of a GPU's memory.
     """
     planned = _planned(model, worker.dtype)
-    if planned is None or worker.kv_cache_bytes is None:
+    num_bytes = worker.kv_cache_bytes
+    if planned is not None and num_bytes is None and device.kind == "cpu":
+        longest = worker.max_model_len or ModelConfig.from_folder(resolve_model_folder(model)).max_position_embeddings
+        num_bytes = host_cache_bytes(worker, longest, planned.kv_bytes_per_token)
+    if planned is None or num_bytes is None:
         return None
     own = _WORKER_BYTES if is_vllm or device.kind == "cuda" else _SMALL_WORKER_BYTES
-    return planned.weight_bytes + worker.kv_cache_bytes + own
+    return planned.weight_bytes + num_bytes + own
 
 
 def _planned(model: str, dtype: str) -> PlannedModel | None:
@@ -104,11 +109,6 @@ def _planned(model: str, dtype: str) -> PlannedModel | None:
         return PlannedModel.parse(f"{resolve_model_folder(model)}:{'fp32' if dtype == 'float32' else 'bf16'}")
     except ConfigurationError:
         return None
-
-
-def _host_bytes() -> float:
-    with open("/proc/meminfo", encoding="ascii") as file:
-        return next(1024.0 * int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
 
 
 def _gpu_bytes(device: Device, *, total: bool = False) -> float:

@@ -21,6 +21,7 @@ from services.target.router_calls import Calls
 from services.target.servicer import TargetServicer
 from services.worker import (
     check_before_loading,
+    loading,
     loading_progress,
     log_kv_cache,
     prepare_process,
@@ -34,8 +35,9 @@ def run(config: Config) -> int:
     check_tracing(config.tracing)
     check_before_loading(config, "target")
     prepare_process(config.target)
-    fingerprint = Tokenizer(resolve_model_folder(config.target.model)).fingerprint()
-    target = make_target(config, fingerprint, loading_progress(config.target.model))
+    with loading(config.target.model):
+        fingerprint = Tokenizer(resolve_model_folder(config.target.model)).fingerprint()
+        target = make_target(config, fingerprint, loading_progress(config.target.model))
     log_kv_cache(
         target.load().num_blocks,
         target.block_size,

@@ -69,7 +69,7 @@ def teach(
 
     Calls `did_one` after each answer. Raises ConfigurationError if the target cannot be loaded.
     """
-    loaded = load_weights(config, dtype_on_cpu=torch.bfloat16)
+    loaded = load_weights(config)
     answers = list(answers)
     longest = max(len(answer.all_token_ids) for answer in answers)
     reader = AnswerReader(loaded, config.block_size, longest, captured_layers=())

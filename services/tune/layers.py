@@ -25,7 +25,7 @@ def search_layers(
     config: Config, texts: Sequence[str], tokenizer: Tokenizer, did_one: Callable[[], object] = lambda: None
 ) -> tuple[int, ...]:
     """Returns the layers of the target of `config` to keep; none if no set should pay. Raises ConfigurationError."""
-    loaded = load_weights(config.target, dtype_on_cpu=torch.bfloat16)
+    loaded = load_weights(config.target)
     rows = [tokenizer.encode(text)[:_NUM_TOKENS] for text in texts]
     whole = _choices(loaded, config, rows)
     kept = tuple(range(loaded.config.num_layers))

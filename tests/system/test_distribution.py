@@ -38,7 +38,7 @@ def next_token_probabilities(runner: ModelRunner, prefix: list[int]) -> dict[int
 @pytest.mark.parametrize("k", length([4], [0, 4]))  # answers of one seed are equal: test_exactness.py
 def test_frequencies_of_answers_match_the_target(cluster: LocalCluster, k: int) -> None:
     torch.set_num_threads(1)
-    runner = ModelRunner.from_config(TargetConfig(dtype="float32", device="cpu"), dtype_on_cpu=torch.float32)
+    runner = ModelRunner.from_config(TargetConfig(dtype="float32", device="cpu"))
     expected = answer_probabilities(partial(next_token_probabilities, runner), PROMPT, NUM_TOKENS)
     fields = {"temperature": TEMPERATURE, "top_k": TOP_K, "ignore_eos": True}
     cases = [Case(PROMPT, seed, NUM_TOKENS, fields) for seed in range(NUM_SAMPLES)]

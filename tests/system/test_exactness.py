@@ -40,7 +40,7 @@ def plain_answers(cluster: LocalCluster, cases: list[Case]) -> list[list[int]]:
 def judge() -> NearTieJudge:
     torch.set_num_threads(1)
     config = TargetConfig(dtype="float32", device="cpu")
-    return NearTieJudge(ModelRunner.from_config(config, dtype_on_cpu=torch.float32))
+    return NearTieJudge(ModelRunner.from_config(config))
 
 
 def assert_same(

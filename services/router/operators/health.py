@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 from starlette.requests import Request
@@ -42,8 +41,7 @@ class Health:
         if not self._pool.usable and with_places:
             body["reason"] = "; ".join(f"target {replica.address}: {replica.problem}" for replica in replicas)
         elif not self._pool.usable:
-            counts = Counter(replica.status for replica in replicas)
-            body["reason"] = ", ".join(f"{count} {status}" for status, count in sorted(counts.items())) or "no targets"
+            body["reason"] = self._pool.outline()
         return body
 
 

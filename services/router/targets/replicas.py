@@ -265,9 +265,14 @@ class ReplicaPool:
 
     def nobody(self) -> UnavailableError:
         """Returns the error for a request that no replica can serve now."""
-        error = UnavailableError(_NO_TARGET)
+        error = UnavailableError(f"{_NO_TARGET} ({self.outline()})")
         error.retry_after = self.retry_after
         return error
+
+    def outline(self) -> str:
+        """Returns how many replicas have which status, without addresses."""
+        counts = Counter(replica.status for replica in self.replicas)
+        return ", ".join(f"{count} {status}" for status, count in sorted(counts.items())) or "no targets"
 
     def _notify(self) -> None:
         self._retry_after.note(has_target=bool(self.usable), now=time.monotonic())

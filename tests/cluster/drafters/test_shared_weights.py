@@ -50,7 +50,7 @@ def new_config(tiny_llama: Callable[..., Path]) -> Callable[..., Config]:
 
 
 def both(config: Config) -> tuple[LoadedModel, LoadedModel]:
-    target = load_weights(config.target, dtype_on_cpu=torch.bfloat16)
+    target = load_weights(config.target)
     return target, load_draft_weights(config, target=target)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from cluster.config.workers import DraftConfig
 from cluster.drafters.base import DraftSequence
@@ -60,7 +59,7 @@ def _nothing_is_left(drafter: VllmDrafter) -> Iterator[None]:
 def model_drafter() -> ModelDrafter:
     """With room to spare."""
     ours = CONFIG.model_copy(update={"drafter": "model", "engine_args": {}})
-    return ModelDrafter(ModelRunner.from_config(ours, dtype_on_cpu=torch.float32), StepLimits(MAX_LEN, 64, 64))
+    return ModelDrafter(ModelRunner.from_config(ours), StepLimits(MAX_LEN, 64, 64))
 
 
 @pytest.fixture(scope="module")

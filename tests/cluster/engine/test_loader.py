@@ -202,12 +202,12 @@ class TestRunner:
         # 2 (keys and values) * 2 layers * 2 heads * 32 * 4 bytes a token
         bytes_per_block = 2 * 2 * 2 * 32 * 4 * 16
         config = self.worker(tiny_llama(), kv_cache_bytes=10 * bytes_per_block + 5)
-        assert ModelRunner.from_config(config, dtype_on_cpu=torch.float32).blocks.num_blocks == 10
+        assert ModelRunner.from_config(config).blocks.num_blocks == 10
 
     def test_a_cache_without_room_for_a_block_says_what_it_takes(self, tiny_llama: Callable[..., Path]) -> None:
         config = self.worker(tiny_llama(), kv_cache_bytes=100)
         with pytest.raises(ConfigurationError, match="at least 16384"):
-            ModelRunner.from_config(config, dtype_on_cpu=torch.float32)
+            ModelRunner.from_config(config)
 
     def test_an_automatic_cache_takes_its_share_of_what_the_weights_leave_of_a_gpu(
         self, monkeypatch: pytest.MonkeyPatch
@@ -220,7 +220,7 @@ class TestRunner:
     def test_prefix_caching_can_be_switched_off(self, tiny_llama: Callable[..., Path]) -> None:
         for is_enabled in (True, False):
             config = self.worker(tiny_llama(), kv_cache_bytes=2**18, enable_prefix_caching=is_enabled)
-            blocks = ModelRunner.from_config(config, dtype_on_cpu=torch.float32).blocks
+            blocks = ModelRunner.from_config(config).blocks
             table = blocks.allocate(1)
             assert table is not None
             blocks.cache(table, list(range(16)), 16)

@@ -52,4 +52,4 @@ def cases() -> list[Case]:
 def judge() -> NearTieJudge:
     torch.set_num_threads(1)
     config = TargetConfig(dtype="float32", device="cpu")
-    return NearTieJudge(ModelRunner.from_config(config, dtype_on_cpu=torch.float32))
+    return NearTieJudge(ModelRunner.from_config(config))

@@ -108,9 +108,7 @@ def runners(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         "second": str(merge(folder / "two", merged / "two")),
     }
     return {
-        name: ModelRunner.from_config(
-            TargetConfig(model=model, dtype="float32", device="cpu"), dtype_on_cpu=torch.float32
-        )
+        name: ModelRunner.from_config(TargetConfig(model=model, dtype="float32", device="cpu"))
         for name, model in models.items()
     }
 

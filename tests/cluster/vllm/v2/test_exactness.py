@@ -124,7 +124,7 @@ def speculating(tmp_path_factory: pytest.TempPathFactory, draft: KnowingDraft) -
 @pytest.fixture(scope="module")
 def runner() -> ModelRunner:
     torch.set_num_threads(1)
-    return ModelRunner.from_config(TargetConfig(dtype="float32", device="cpu"), dtype_on_cpu=torch.float32)
+    return ModelRunner.from_config(TargetConfig(dtype="float32", device="cpu"))
 
 
 @pytest.fixture(scope="module")
