@@ -1,4 +1,4 @@
-"""The caller of the current request, if the router has keys."""
+"""The caller and the route of the current request."""
 
 from __future__ import annotations
 
@@ -27,6 +27,12 @@ def caller_of(scope: Mapping[str, Any]) -> Caller | None:
     """Returns the caller of the request; None for a probe without a key."""
     caller: Caller | None = scope.get("state", {}).get("caller")
     return caller
+
+
+def route_of(scope: Mapping[str, Any]) -> str:
+    """Returns the path of the route that answers the request, as declared; "" if there is none."""
+    route: str = scope.get("state", {}).get("route", "")
+    return route
 
 
 def is_still_let_in(scope: Mapping[str, Any]) -> bool:

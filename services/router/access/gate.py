@@ -28,7 +28,7 @@ from cluster.errors import ConfigurationError, OutriderError
 from cluster.transport.token_file import TokenFile
 from services.http_call import LAUNCHER_KEY_SHA256
 from services.router.access.api_keys import ApiKeys
-from services.router.access.caller import Caller, current_key
+from services.router.access.caller import Caller, current_key, route_of
 from services.router.access.key_limits import KeyLimits
 from services.router.errors import InvalidApiKeyError, error_response, excerpt
 from services.router.http.streaming import NotedSend
@@ -88,34 +88,34 @@ class Credentials:
         files = {keys for keys in (self._clients, self._operators) if keys is not None}
         await asyncio.gather(*(keys.follow() for keys in files))
 
-    def public(self, key: bytes | None, path: str) -> Caller | None:
-        """Returns the caller with `key` at the public address; None: `path` is not allowed."""
+    def public(self, key: bytes | None, route: str) -> Caller | None:
+        """Returns the caller with `key` at the public address; None: `route` is not allowed."""
         if self._clients is None:
-            return self._open if path != _METRICS or self._metrics_token is None else self._scraper(key, path)
+            return self._open if route != _METRICS or self._metrics_token is None else self._scraper(key, route)
         if key is None:
             return None
         if (name := self._clients.name_of(key)) is not None:
             is_operator = self._own_operators is not None and self._own_operators.name_of(key) is not None
             return Caller(name, "client", sees_workers=is_operator)
-        return self._scraper(key, path) or self._launcher(key, path)
+        return self._scraper(key, route) or self._launcher(key, route)
 
-    def admin(self, key: bytes | None, path: str) -> Caller | None:
-        """Returns the caller with `key` at the admin address; None: `path` is not allowed."""
+    def admin(self, key: bytes | None, route: str) -> Caller | None:
+        """Returns the caller with `key` at the admin address; None: `route` is not allowed."""
         if self._operators is None:
-            return _OPEN if path != _METRICS or self._metrics_token is None else self._scraper(key, path)
+            return _OPEN if route != _METRICS or self._metrics_token is None else self._scraper(key, route)
         if key is None:
             return None
         if (name := self._operators.name_of(key)) is not None:
             return Caller(name, "operator")
-        return self._scraper(key, path)
+        return self._scraper(key, route)
 
-    def _scraper(self, key: bytes | None, path: str) -> Caller | None:
-        if key is None or path != _METRICS or self._metrics_token is None:
+    def _scraper(self, key: bytes | None, route: str) -> Caller | None:
+        if key is None or route != _METRICS or self._metrics_token is None:
             return None
         return Caller("metrics", "scraper") if self._metrics_token.accepts(key) else None
 
-    def _launcher(self, key: bytes, path: str) -> Caller | None:
-        if self._launcher_digest is None or path not in _OF_LAUNCHERS:
+    def _launcher(self, key: bytes, route: str) -> Caller | None:
+        if self._launcher_digest is None or route not in _OF_LAUNCHERS:
             return None
         is_known = hmac.compare_digest(hashlib.sha256(key).digest(), self._launcher_digest)
         return Caller("launcher", "launcher", sees_workers=True) if is_known else None
@@ -131,31 +131,31 @@ class Gate:
         credentials: Credentials,
         limits: KeyLimits,
         metrics: RouterMetrics,
-        open_paths: frozenset[str] = frozenset(),
+        open_routes: frozenset[str] = frozenset(),
     ) -> None:
-        """`open_paths`: paths that need no key, in addition to probes."""
+        """`open_routes`: routes that need no key, in addition to probes."""
         self._app = app
         self._credentials = credentials
         self._limits = limits
         self._metrics = metrics
-        self._open_paths = PROBES | open_paths
+        self._open_routes = PROBES | open_routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        path = scope["path"]
+        route = route_of(scope)
         try:
             key = bearer_of(scope)
-            caller = self._credentials.public(key, path)
+            caller = self._credentials.public(key, route)
         except InvalidApiKeyError as error:
             # Without configured keys a malformed header does not matter.
-            key, caller, refusal = None, self._credentials.public(None, path), error
+            key, caller, refusal = None, self._credentials.public(None, route), error
         else:
             refusal = InvalidApiKeyError(_reason(key))
         scope.setdefault("state", {})["caller"] = caller
-        scope["state"]["ask_again"] = partial(self._credentials.public, key, path)
-        if caller is None and path not in self._open_paths:
+        scope["state"]["ask_again"] = partial(self._credentials.public, key, route)
+        if caller is None and route not in self._open_routes:
             self._metrics.keys.count_request("", refusal.http_status)
             await refuse(refusal, scope, receive, send)
         elif caller is None or caller.role != "client" or not caller.name:
@@ -188,7 +188,7 @@ class AdminGate:
             return
         try:
             key = bearer_of(scope)
-            caller = self._credentials.admin(key, scope["path"])
+            caller = self._credentials.admin(key, route_of(scope))
         except InvalidApiKeyError as error:
             await refuse(error, scope, receive, send)
             return
