@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, IPvAnyNetwork, PositiveInt, model_validator
 
 from cluster.config.types import DrainSeconds, FilePath, HostPort, Port, PositiveSeconds, Section, is_loopback
 
@@ -113,6 +113,11 @@ class RouterConfig(Section):
     cors_allow_origins: tuple[Annotated[str, Field(pattern=r"^(\*|https?://[^\s/]+)$")], ...] = Field(
         (),
         description="web pages that may call the router from a browser: origins such as `https://chat.example`, or `*`",
+    )
+    trusted_proxies: tuple[IPvAnyNetwork, ...] = Field(
+        (),
+        description="proxies whose `X-Forwarded-For` and `X-Forwarded-Proto` name the client: addresses or networks "
+        "such as `10.0.0.0/8`; from all others these headers are ignored",
     )
     page: bool | None = Field(
         None,

@@ -7,6 +7,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from services.router.errors import excerpt
+
 Role = Literal["client", "operator", "scraper", "launcher"]
 "scraper, launcher: may only read pages about the cluster's state."
 
@@ -43,6 +45,11 @@ def is_still_let_in(scope: Mapping[str, Any]) -> bool:
 
 def name_of_caller(scope: Mapping[str, Any]) -> str:
     """Returns the key's name, if there is one, and the host, for audit lines."""
-    client, key = scope.get("client"), caller_of(scope)
-    host = client[0] if client else "unknown"
-    return f"{key.name} at {host}" if key is not None and key.name else str(host)
+    key, host = caller_of(scope), host_of(scope)
+    return f"{key.name} at {host}" if key is not None and key.name else host
+
+
+def host_of(scope: Mapping[str, Any]) -> str:
+    """Returns the client's host in quotes: a proxy may pass on any text as the host."""
+    client = scope.get("client")
+    return excerpt(client[0]) if client else "unknown"

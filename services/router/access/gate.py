@@ -28,7 +28,7 @@ from cluster.errors import ConfigurationError, OutriderError
 from cluster.transport.token_file import TokenFile
 from services.http_call import LAUNCHER_KEY_SHA256
 from services.router.access.api_keys import ApiKeys
-from services.router.access.caller import Caller, current_key, route_of
+from services.router.access.caller import Caller, current_key, host_of, route_of
 from services.router.access.key_limits import KeyLimits
 from services.router.errors import InvalidApiKeyError, error_response, excerpt
 from services.router.http.streaming import NotedSend
@@ -232,9 +232,7 @@ async def refuse(error: OutriderError, scope: Scope, receive: Receive, send: Sen
 
 
 def describe_call(scope: Scope, name: str) -> str:
-    client = scope.get("client")
-    who = excerpt(client[0]) if client else "unknown"
-    return f"{scope['method'][:16]} {excerpt(scope['path'])} from {who}, key {name or 'none'!r}"
+    return f"{scope['method'][:16]} {excerpt(scope['path'])} from {host_of(scope)}, key {name or 'none'!r}"
 
 
 def _reason(key: bytes | None) -> str:

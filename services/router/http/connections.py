@@ -1,4 +1,4 @@
-"""Limits of a server's connections: their number in total and per address, and their timeouts."""
+"""Limits of a server's connections: their number in total and per address, and their timeouts; trusted proxies."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ipaddress
 import logging
 import resource
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from cluster.config.router import RouterConfig
@@ -36,12 +37,22 @@ class Timeouts:
 
 
 class Connections:
-    """Counts the open connections of one server, and refuses those beyond its limits."""
+    """Counts the open connections of one server, and refuses those beyond its limits.
+
+    `trusted_proxies`: networks from which `X-Forwarded-For` names the client.
+    """
 
     def __init__(
-        self, metrics: RouterMetrics, *, limit: int, limit_per_address: int, timeouts: Timeouts | None = None
+        self,
+        metrics: RouterMetrics,
+        *,
+        limit: int,
+        limit_per_address: int,
+        timeouts: Timeouts | None = None,
+        trusted_proxies: Iterable[object] = (),
     ) -> None:
         self.timeouts = timeouts or Timeouts()
+        self.trusted_proxies = [str(network) for network in trusted_proxies]
         self._metrics = metrics
         self._limit = limit
         self._limit_per_address = limit_per_address
@@ -52,7 +63,8 @@ class Connections:
     def of(cls, config: RouterConfig, metrics: RouterMetrics) -> Connections:
         limit = config.max_connections
         per_address = config.max_connections_per_address or max(1, limit // 2)
-        return cls(metrics, limit=limit, limit_per_address=per_address, timeouts=Timeouts.of(config))
+        timeouts, proxies = Timeouts.of(config), config.trusted_proxies
+        return cls(metrics, limit=limit, limit_per_address=per_address, timeouts=timeouts, trusted_proxies=proxies)
 
     def enter(self, host: str) -> bool:
         """Counts a connection from `host` until `leave`. Returns False if a limit is reached."""

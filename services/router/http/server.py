@@ -34,6 +34,7 @@ class HttpServer(uvicorn.Server):
                 access_log=False,
                 log_config=None,
                 server_header=False,
+                forwarded_allow_ips=connections.trusted_proxies,
                 timeout_keep_alive=cast(int, connections.timeouts.idle),  # may be a fraction
                 **more,
             )

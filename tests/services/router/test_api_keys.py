@@ -498,7 +498,7 @@ def test_operators_have_keys_of_their_own(tmp_path: Path, keys_file: Path, caplo
         assert separate.put("/admin/speculation", json=body, headers=headers).status_code == 200
         assert separate.get("/metrics", headers=headers).text.startswith("# HELP")
     switched, *calls = audit_lines(caplog)
-    assert "set by ops at testclient" in switched
+    assert "set by ops at 'testclient'" in switched
     assert calls == [
         f"audit: answered 200: {call} from 'testclient', key 'ops'"
         for call in ("PUT '/admin/speculation'", "GET '/metrics'")
