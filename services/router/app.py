@@ -27,6 +27,7 @@ from cluster.telemetry.tracing import make_tracer
 from cluster.tokenization import Tokenizer
 from cluster.transport.dialing import Dialer
 from services.router.access.access_log import AccessLog
+from services.router.access.caller import caller_of
 from services.router.access.first_checks import FirstChecks
 from services.router.access.gate import Credentials, Gate
 from services.router.access.key_limits import KeyLimits
@@ -235,8 +236,10 @@ def _information_routes(serving: Serving, health: Health, root: str) -> list[Rou
     async def ping(_: Request) -> Response:  # the same as vLLM's, which some platforms call instead of /health
         return Response(status_code=200 if pool.usable else 503)
 
-    async def metrics_page(_: Request) -> Response:
-        return Response(serving.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+    async def metrics_page(request: Request) -> Response:
+        caller = caller_of(request.scope)
+        assert caller is not None  # the route is not open
+        return Response(serving.metrics.render(caller.only_key), media_type=CONTENT_TYPE_LATEST)
 
     async def version_page(_: Request) -> Response:
         return JSONResponse({"version": version})

@@ -19,6 +19,11 @@ class Caller:
     role: Role
     sees_workers: bool = False  # whether it may see the workers' addresses
 
+    @property
+    def only_key(self) -> str | None:
+        """Returns the name of the only key whose use it may see; None: it may see the use of all keys."""
+        return self.name if self.role == "client" and not self.sees_workers else None
+
 
 # Name of the key of the current task's request. It is a context variable because the code that counts tokens is far
 # below the code that reads headers.
