@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from cluster.config.router import RouterConfig
 from services.launch.local import free_ports
 from services.router.http.connections import Connections
 from services.router.http.json_values import parse_json
@@ -306,7 +307,7 @@ def test_an_address_has_its_share(router: Router) -> None:
             self.reasons.append(reason)
 
     counts = Counts()
-    connections = Connections(counts, limit=6, limit_per_address=2)  # type: ignore[arg-type]
+    connections = Connections(RouterConfig(max_connections=6, max_connections_per_address=2), counts)  # type: ignore[arg-type]
     assert [connections.enter("10.0.0.1") for _ in range(3)] == [True, True, False]
     assert connections.enter("::ffff:10.0.0.2")
     assert [connections.enter(f"2001:db8::{number}") for number in range(3)] == [True, True, False]
