@@ -114,10 +114,14 @@ class RouterConfig(Section):
         (),
         description="web pages that may call the router from a browser: origins such as `https://chat.example`, or `*`",
     )
+    allowed_hosts: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")], ...] = Field(
+        (),
+        description="further names, such as `host.docker.internal`, of a router without keys on a loopback address: it "
+        "answers 403 to another `Host`, and to the `Origin` of another site in requests that change something",
+    )
     trusted_proxies: tuple[IPvAnyNetwork, ...] = Field(
         (),
-        description="proxies whose `X-Forwarded-For` and `X-Forwarded-Proto` name the client: addresses or networks "
-        "such as `10.0.0.0/8`; from all others these headers are ignored",
+        description="addresses or networks of proxies whose `X-Forwarded-For` and `X-Forwarded-Proto` are believed",
     )
     page: bool | None = Field(
         None,

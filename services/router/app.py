@@ -27,7 +27,6 @@ from cluster.telemetry.tracing import make_tracer
 from cluster.tokenization import Tokenizer
 from cluster.transport.dialing import Dialer
 from services.router.access.access_log import AccessLog
-from services.router.access.caller import caller_of
 from services.router.access.first_checks import FirstChecks
 from services.router.access.gate import Credentials, Gate
 from services.router.access.key_limits import KeyLimits
@@ -142,7 +141,7 @@ def create_app(config: Config) -> Starlette:
         middleware=[
             Middleware(RequestIds),
             Middleware(AccessLog),
-            Middleware(FirstChecks),
+            Middleware(FirstChecks, sites=credentials.public_sites),
             Middleware(
                 Gate,
                 credentials=credentials,
@@ -237,9 +236,7 @@ def _information_routes(serving: Serving, health: Health, root: str) -> list[Rou
         return Response(status_code=200 if pool.usable else 503)
 
     async def metrics_page(request: Request) -> Response:
-        caller = caller_of(request.scope)
-        assert caller is not None  # the route is not open
-        return Response(serving.metrics.render(caller.only_key), media_type=CONTENT_TYPE_LATEST)
+        return Response(serving.metrics.render(request.state.caller.only_key), media_type=CONTENT_TYPE_LATEST)
 
     async def version_page(_: Request) -> Response:
         return JSONResponse({"version": version})

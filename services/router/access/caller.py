@@ -38,8 +38,7 @@ def caller_of(scope: Mapping[str, Any]) -> Caller | None:
 
 def route_of(scope: Mapping[str, Any]) -> str:
     """Returns the path of the route that answers the request, as declared; "" if there is none."""
-    route: str = scope.get("state", {}).get("route", "")
-    return route
+    return str(scope.get("state", {}).get("route", ""))
 
 
 def is_still_let_in(scope: Mapping[str, Any]) -> bool:

@@ -6,22 +6,29 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.errors import InvalidRequestError
 from services.router.access.gate import refuse
+from services.router.access.local_sites import LocalSites
 
 
 class FirstChecks:
-    """Middleware that refuses malformed paths with 400, and finds the request's route.
+    """Middleware that refuses malformed paths and other sites, and finds the request's route.
 
     The checks inside it decide by this route (`route_of`), because a route's pattern may match more than one path: it
     ends with `$`, which also matches before a final newline.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, *, sites: LocalSites | None) -> None:
+        """`sites`: those that may call; None: all."""
         self._app = app
+        self._sites = sites
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            if not scope["path"].isprintable():
-                error = InvalidRequestError("the path has a control character or another one that cannot be printed")
+            try:
+                if not scope["path"].isprintable():
+                    raise InvalidRequestError("the path has a control character or another one that cannot be printed")
+                if self._sites is not None:
+                    self._sites.check(scope)
+            except InvalidRequestError as error:
                 await refuse(error, scope, receive, send)
                 return
             scope.setdefault("state", {})["route"] = _find_route(scope)

@@ -30,6 +30,7 @@ from services.http_call import LAUNCHER_KEY_SHA256
 from services.router.access.api_keys import ApiKeys
 from services.router.access.caller import Caller, current_key, host_of, route_of
 from services.router.access.key_limits import KeyLimits
+from services.router.access.local_sites import LocalSites
 from services.router.errors import InvalidApiKeyError, error_response, excerpt
 from services.router.http.streaming import NotedSend
 from services.router.metrics import RouterMetrics
@@ -39,7 +40,6 @@ audit = logging.getLogger("outrider.audit")
 PROBES = frozenset({"/health/live", "/health", "/ping"})
 _METRICS = "/metrics"
 _OF_LAUNCHERS = frozenset({"/health", _METRICS})
-_OPEN = Caller("", "client")
 _SEND_ONE = "send a key as `Authorization: Bearer KEY` or as `x-api-key: KEY`"
 
 
@@ -53,15 +53,18 @@ class Credentials:
         metrics_token: TokenFile | None = None,
         launcher_digest: bytes | None = None,
         *,
-        is_private: bool = False,
+        public_sites: LocalSites | None = None,
+        admin_sites: LocalSites | None = None,
     ) -> None:
-        """`is_private`: only this machine reaches the public address.
+        """`public_sites`, `admin_sites`: not None if only this machine reaches the address, and it needs no key.
 
-        Its callers may then see the workers' addresses, unless operators or clients have keys.
+        Callers of the public address may then see the workers' addresses, unless operators have keys.
         """
+        self.public_sites = public_sites
+        self.admin_sites = admin_sites
         self._clients = clients
         self._own_operators = operators
-        self._open = Caller("", "client", sees_workers=is_private and operators is None)
+        self._open = Caller("", "client", sees_workers=public_sites is not None and operators is None)
         self._operators = operators or clients
         self._metrics_token = metrics_token
         self._launcher_digest = launcher_digest
@@ -75,12 +78,15 @@ class Credentials:
             launcher_digest = None if digest is None else bytes.fromhex(digest)
         except ValueError as error:
             raise ConfigurationError(f"{LAUNCHER_KEY_SHA256} in the environment is not hexadecimal") from error
+        sites = LocalSites({name.lower() for name in config.allowed_hosts}, set(config.cors_allow_origins))
+        admin_host = (config.admin_listen or "").rpartition(":")[0]
         return cls(
             None if clients is None else ApiKeys(clients, "router.api_keys_file"),
             None if operators is None else ApiKeys(operators, "router.admin_keys_file"),
             None if token is None else TokenFile(token, "router.metrics_token_file"),
             launcher_digest,
-            is_private=is_loopback(config.host),
+            public_sites=sites if clients is None and is_loopback(config.host) else None,
+            admin_sites=sites if (operators or clients) is None and is_loopback(admin_host) else None,
         )
 
     async def follow(self) -> None:
@@ -102,7 +108,7 @@ class Credentials:
     def admin(self, key: bytes | None, route: str) -> Caller | None:
         """Returns the caller with `key` at the admin address; None: `route` is not allowed."""
         if self._operators is None:
-            return _OPEN if route != _METRICS or self._metrics_token is None else self._scraper(key, route)
+            return self._open if route != _METRICS or self._metrics_token is None else self._scraper(key, route)
         if key is None:
             return None
         if (name := self._operators.name_of(key)) is not None:
@@ -147,12 +153,10 @@ class Gate:
         route = route_of(scope)
         try:
             key = bearer_of(scope)
-            caller = self._credentials.public(key, route)
-        except InvalidApiKeyError as error:
-            # Without configured keys a malformed header does not matter.
-            key, caller, refusal = None, self._credentials.public(None, route), error
-        else:
             refusal = InvalidApiKeyError(_reason(key))
+        except InvalidApiKeyError as error:  # does not matter without configured keys
+            key, refusal = None, error
+        caller = self._credentials.public(key, route)
         scope.setdefault("state", {})["caller"] = caller
         scope["state"]["ask_again"] = partial(self._credentials.public, key, route)
         if caller is None and route not in self._open_routes:
@@ -188,12 +192,10 @@ class AdminGate:
             return
         try:
             key = bearer_of(scope)
-            caller = self._credentials.admin(key, route_of(scope))
+            if (caller := self._credentials.admin(key, route_of(scope))) is None:
+                raise InvalidApiKeyError(_reason(key))
         except InvalidApiKeyError as error:
             await refuse(error, scope, receive, send)
-            return
-        if caller is None:
-            await refuse(InvalidApiKeyError(_reason(key)), scope, receive, send)
             return
         scope.setdefault("state", {})["caller"] = caller
         noted = NotedSend(send)

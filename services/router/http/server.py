@@ -26,7 +26,6 @@ class HttpServer(uvicorn.Server):
     def __init__(
         self, app: ASGIApp, connections: Connections, https: HttpsCertificate | None = None, **more: Any
     ) -> None:
-        config = connections.config
         super().__init__(
             uvicorn.Config(
                 app,
@@ -35,8 +34,8 @@ class HttpServer(uvicorn.Server):
                 access_log=False,
                 log_config=None,
                 server_header=False,
-                forwarded_allow_ips=[str(network) for network in config.trusted_proxies],
-                timeout_keep_alive=cast(int, config.idle_timeout_seconds),  # may be a fraction
+                forwarded_allow_ips=[str(network) for network in connections.config.trusted_proxies],
+                timeout_keep_alive=cast(int, connections.config.idle_timeout_seconds),  # may be a fraction
                 **more,
             )
         )

@@ -43,6 +43,7 @@ def create_admin_app(
 
     `credentials`: the allowed callers; None: everyone.
     """
+    allowed = credentials or Credentials()
 
     def state() -> Response:
         return JSONResponse({"percentage": switch.percentage})
@@ -70,6 +71,6 @@ def create_admin_app(
             *([Route("/health", health.admin, methods=["GET"])] if health is not None else []),
             Route("/metrics", metrics_page, methods=["GET"]),
         ],
-        middleware=[Middleware(FirstChecks), Middleware(AdminGate, credentials=credentials or Credentials())],
+        middleware=[Middleware(FirstChecks, sites=allowed.admin_sites), Middleware(AdminGate, credentials=allowed)],
         exception_handlers=error_handlers(),
     )
