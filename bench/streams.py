@@ -76,7 +76,7 @@ class Stream(asyncio.Protocol):
         fields = {"prompt": PROMPT, "max_tokens": self.num_tokens, "seed": self.seed, "stream": True}
         body = json.dumps(fields | {"return_token_ids": True, "ignore_eos": True}).encode()
         head = (
-            "POST /v1/completions HTTP/1.1\r\nhost: bench\r\nconnection: close\r\n"
+            "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         )
         self.sent_at = time.perf_counter()
@@ -108,7 +108,7 @@ class Viewer(asyncio.Protocol):
     """Client that watches the router's page while the router runs."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        cast(asyncio.Transport, transport).write(b"GET /page/events HTTP/1.1\r\nhost: bench\r\n\r\n")
+        cast(asyncio.Transport, transport).write(b"GET /page/events HTTP/1.1\r\nhost: localhost\r\n\r\n")
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, IPvAnyNetwork, PositiveInt, model_validator
 
 from cluster.config.types import DrainSeconds, FilePath, HostPort, Port, PositiveSeconds, Section, is_loopback
 
@@ -113,6 +113,15 @@ class RouterConfig(Section):
     cors_allow_origins: tuple[Annotated[str, Field(pattern=r"^(\*|https?://[^\s/]+)$")], ...] = Field(
         (),
         description="web pages that may call the router from a browser: origins such as `https://chat.example`, or `*`",
+    )
+    allowed_hosts: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")], ...] = Field(
+        (),
+        description="further names, such as `host.docker.internal`, of a router without keys on a loopback address: it "
+        "answers 403 to another `Host`, and to the `Origin` of another site in requests that change something",
+    )
+    trusted_proxies: tuple[IPvAnyNetwork, ...] = Field(
+        (),
+        description="addresses or networks of proxies whose `X-Forwarded-For` and `X-Forwarded-Proto` are believed",
     )
     page: bool | None = Field(
         None,

@@ -20,7 +20,8 @@ from cluster.transport.token_file import TokenFile
 
 audit = logging.getLogger("outrider.audit")
 
-_HANDSHAKE_SECONDS = 10.0
+_MAX_CONNECTIONS = 16  # each has a thread, and a page has a few scrapers; further connections are closed
+_CONNECTION_SECONDS = 10.0  # from accepting a connection to its last byte: Prometheus's default `scrape_timeout`
 _BEARER = "bearer "
 
 
@@ -81,16 +82,32 @@ def serve_metrics(registry: CollectorRegistry, host: str, port: int, guard: Page
 def _server_class(host: str, port: int, context: Callable[[], ssl.SSLContext] | None) -> type[WSGIServer]:
     (family, *_), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
 
+    slots = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+
     class Server(ThreadingMixIn, WSGIServer):
         address_family = family
         daemon_threads = True
+
+        def verify_request(self, request: Any, client_address: Any) -> bool:
+            return slots.acquire(blocking=False)
+
+        def process_request_thread(self, request: Any, client_address: Any) -> None:
+            try:
+                # The duplicate stays valid when the TLS handshake takes over the socket.
+                with request.dup() as connection:
+                    timer = threading.Timer(_CONNECTION_SECONDS, connection.shutdown, [socket.SHUT_RDWR])
+                    timer.daemon = True
+                    timer.start()
+                    super().process_request_thread(request, client_address)
+                    timer.cancel()
+            finally:
+                slots.release()
 
         def finish_request(self, request: Any, client_address: Any) -> None:
             """Does the TLS handshake in the connection's own thread, so that a slow caller does not block others."""
             if context is None:
                 super().finish_request(request, client_address)
                 return
-            request.settimeout(_HANDSHAKE_SECONDS)
             try:
                 connection = context().wrap_socket(request, server_side=True)
             except OSError as error:  # no TLS, no certificate, or one of another CA

@@ -13,6 +13,7 @@ MESSAGES_PATH = "/v1/messages"
 
 _TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",

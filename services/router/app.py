@@ -27,6 +27,7 @@ from cluster.telemetry.tracing import make_tracer
 from cluster.tokenization import Tokenizer
 from cluster.transport.dialing import Dialer
 from services.router.access.access_log import AccessLog
+from services.router.access.first_checks import FirstChecks
 from services.router.access.gate import Credentials, Gate
 from services.router.access.key_limits import KeyLimits
 from services.router.anthropic.endpoint import COUNT_TOKENS_PATH, Messages
@@ -140,17 +141,18 @@ def create_app(config: Config) -> Starlette:
         middleware=[
             Middleware(RequestIds),
             Middleware(AccessLog),
+            Middleware(FirstChecks, sites=credentials.public_sites),
             Middleware(
                 Gate,
                 credentials=credentials,
                 limits=KeyLimits(config.router.requests_per_minute_per_key, config.router.max_requests_per_key),
                 metrics=metrics,
-                open_paths=frozenset({_PROBED_PATH}) | (page.open_paths if page is not None else frozenset()),
+                open_routes=frozenset({_PROBED_PATH}) | (page.open_routes if page is not None else frozenset()),
             ),
-            *([Middleware(Tracing, paths=_GENERATING_PATHS, tracer=tracer)] if is_traced else []),
+            *([Middleware(Tracing, routes=_GENERATING_PATHS, tracer=tracer)] if is_traced else []),
             Middleware(
                 Admission,
-                paths=_GENERATING_PATHS | TOKEN_PATHS | {COUNT_TOKENS_PATH},
+                routes=_GENERATING_PATHS | TOKEN_PATHS | {COUNT_TOKENS_PATH},
                 config=config.router,
                 metrics=serving.metrics,
             ),
@@ -233,8 +235,8 @@ def _information_routes(serving: Serving, health: Health, root: str) -> list[Rou
     async def ping(_: Request) -> Response:  # the same as vLLM's, which some platforms call instead of /health
         return Response(status_code=200 if pool.usable else 503)
 
-    async def metrics_page(_: Request) -> Response:
-        return Response(serving.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+    async def metrics_page(request: Request) -> Response:
+        return Response(serving.metrics.render(request.state.caller.only_key), media_type=CONTENT_TYPE_LATEST)
 
     async def version_page(_: Request) -> Response:
         return JSONResponse({"version": version})

@@ -59,6 +59,10 @@ class InvalidApiKeyError(InvalidRequestError):
     code = "invalid_api_key"
 
 
+class ForbiddenError(InvalidRequestError):
+    http_status = 403
+
+
 class RateLimitError(OutriderError):
     """A key exceeds its limit."""
 

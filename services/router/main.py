@@ -46,8 +46,8 @@ def run(config: Config) -> int:
         admin_app = create_admin_app(
             state.switch, state.metrics, state.credentials, state.adapters, state.health, state.routing
         )
-        admin = _AdminServer(admin_app, Connections.of(config.router, state.metrics), https, admin_listener)
-    connections = Connections.of(config.router, app.state.metrics)
+        admin = _AdminServer(admin_app, Connections(config.router, state.metrics), https, admin_listener)
+    connections = Connections(config.router, app.state.metrics)
     server = _Server(app, connections, https, config.router.drain_seconds, admin, app.state.feed)
     allow_open_files(config.router.max_connections * (1 if admin is None else 2))
 

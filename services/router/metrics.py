@@ -250,9 +250,22 @@ class RouterMetrics:
             self._decode_seconds.labels(self._model_name, kind).inc(seconds)
             self._decode_tokens.labels(self._model_name, kind).inc(num_tokens)
 
-    def render(self) -> bytes:
-        """Returns the page in Prometheus's text format."""
-        return generate_latest(self.registry)
+    def render(self, only_key: str | None = None) -> bytes:
+        """Returns the page in Prometheus's text format. `only_key`: the only key whose use it shows; None: all."""
+        return generate_latest(self.registry if only_key is None else _OneKey(self.registry, only_key))
+
+
+class _OneKey(Collector):
+    """Metrics of `registry` without samples whose label `key` is another key."""
+
+    def __init__(self, registry: CollectorRegistry, key: str) -> None:
+        self._registry = registry
+        self._key = key
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._registry.collect():
+            family.samples = [sample for sample in family.samples if sample.labels.get("key", self._key) == self._key]
+            yield family
 
 
 class TokenTally(Collector):

@@ -128,7 +128,7 @@ class Attacker:
                 b"content-length: +3",
             )
         )
-        connection.sendall(self._head(30, second) + b"0\r\n\r\nGET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        connection.sendall(self._head(30, second) + b"0\r\n\r\nGET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
 
     def leaves(self, connection: socket.socket) -> None:
         request = self._request()
@@ -157,7 +157,7 @@ class Attacker:
         method = self._random.choice(("POST", "POST", "GET", "PUT"))
         lines = [
             f"{method} {path or self._random.choice(_PATHS)} HTTP/1.1".encode(),
-            b"host: x",
+            b"host: localhost",
             b"content-type: application/json",
             *headers,
         ]

@@ -35,9 +35,9 @@ def reading(cluster: LocalCluster, name: str) -> float:
 def leave(cluster: LocalCluster, prompt: list[int], when: Callable[[], bool]) -> None:
     """Sends a request, and closes its connection as soon as `when` is true."""
     body = json.dumps({"prompt": prompt, "max_tokens": 8}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json"
     with socket.create_connection(("127.0.0.1", cluster.config.router.port)) as connection:
-        connection.sendall(f"{head}\r\n\r\n".encode() + body)
+        connection.sendall(f"{head}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
         wait_until(when)
 
 

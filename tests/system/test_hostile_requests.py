@@ -79,7 +79,7 @@ def test_line_ends_within_headers_are_a_400(cluster: LocalCluster, header: bytes
     host, port = cluster.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as connection:
         connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
             + header
             + b"\r\ncontent-length: %d\r\n\r\n" % len(content)
             + content

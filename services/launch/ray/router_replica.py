@@ -21,7 +21,6 @@ _HOP_BY_HOP = {
     "trailer",
     "transfer-encoding",
     "upgrade",
-    "host",
 }
 
 

@@ -14,15 +14,15 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from services.router.access.caller import caller_of
+from services.router.access.caller import caller_of, route_of
 from services.router.http.middleware import request_id_of
 from services.router.http.streaming import NotedSend
 
 access = logging.getLogger("outrider.access")
 
 MAX_PATH_CHARACTERS = 200
-# Paths that monitoring polls every few seconds.
-_WATCHED_PATHS = frozenset({"/health", "/health/live", "/ping", "/metrics"})
+# Routes that monitoring polls every few seconds.
+_WATCHED_ROUTES = frozenset({"/health", "/health/live", "/ping", "/metrics"})
 
 
 @dataclass(slots=True)
@@ -99,7 +99,7 @@ class AccessLog:
         try:
             await self._app(scope, receive, noted)
         finally:
-            level = logging.DEBUG if scope["path"] in _WATCHED_PATHS else logging.INFO
+            level = logging.DEBUG if route_of(scope) in _WATCHED_ROUTES else logging.INFO
             if access.isEnabledFor(level):
                 access.log(level, "request", extra={"fields": _fields(scope, noted.status, record)})
 

@@ -1,4 +1,4 @@
-"""The caller of the current request, if the router has keys."""
+"""The caller and the route of the current request."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from services.router.errors import excerpt
 
 Role = Literal["client", "operator", "scraper", "launcher"]
 "scraper, launcher: may only read pages about the cluster's state."
@@ -16,6 +18,11 @@ class Caller:
     name: str  # name of the key; "": the router has no keys
     role: Role
     sees_workers: bool = False  # whether it may see the workers' addresses
+
+    @property
+    def only_key(self) -> str | None:
+        """Returns the name of the only key whose use it may see; None: it may see the use of all keys."""
+        return self.name if self.role == "client" and not self.sees_workers else None
 
 
 # Name of the key of the current task's request. It is a context variable because the code that counts tokens is far
@@ -29,6 +36,11 @@ def caller_of(scope: Mapping[str, Any]) -> Caller | None:
     return caller
 
 
+def route_of(scope: Mapping[str, Any]) -> str:
+    """Returns the path of the route that answers the request, as declared; "" if there is none."""
+    return str(scope.get("state", {}).get("route", ""))
+
+
 def is_still_let_in(scope: Mapping[str, Any]) -> bool:
     """Returns whether the request's key is still valid. Answers that last for hours check this."""
     ask: Callable[[], object] | None = scope.get("state", {}).get("ask_again")
@@ -37,6 +49,11 @@ def is_still_let_in(scope: Mapping[str, Any]) -> bool:
 
 def name_of_caller(scope: Mapping[str, Any]) -> str:
     """Returns the key's name, if there is one, and the host, for audit lines."""
-    client, key = scope.get("client"), caller_of(scope)
-    host = client[0] if client else "unknown"
-    return f"{key.name} at {host}" if key is not None and key.name else str(host)
+    key, host = caller_of(scope), host_of(scope)
+    return f"{key.name} at {host}" if key is not None and key.name else host
+
+
+def host_of(scope: Mapping[str, Any]) -> str:
+    """Returns the client's host in quotes: a proxy may pass on any text as the host."""
+    client = scope.get("client")
+    return excerpt(client[0]) if client else "unknown"

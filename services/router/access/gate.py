@@ -28,8 +28,9 @@ from cluster.errors import ConfigurationError, OutriderError
 from cluster.transport.token_file import TokenFile
 from services.http_call import LAUNCHER_KEY_SHA256
 from services.router.access.api_keys import ApiKeys
-from services.router.access.caller import Caller, current_key
+from services.router.access.caller import Caller, current_key, host_of, route_of
 from services.router.access.key_limits import KeyLimits
+from services.router.access.local_sites import LocalSites
 from services.router.errors import InvalidApiKeyError, error_response, excerpt
 from services.router.http.streaming import NotedSend
 from services.router.metrics import RouterMetrics
@@ -39,7 +40,6 @@ audit = logging.getLogger("outrider.audit")
 PROBES = frozenset({"/health/live", "/health", "/ping"})
 _METRICS = "/metrics"
 _OF_LAUNCHERS = frozenset({"/health", _METRICS})
-_OPEN = Caller("", "client")
 _SEND_ONE = "send a key as `Authorization: Bearer KEY` or as `x-api-key: KEY`"
 
 
@@ -53,15 +53,18 @@ class Credentials:
         metrics_token: TokenFile | None = None,
         launcher_digest: bytes | None = None,
         *,
-        is_private: bool = False,
+        public_sites: LocalSites | None = None,
+        admin_sites: LocalSites | None = None,
     ) -> None:
-        """`is_private`: only this machine reaches the public address.
+        """`public_sites`, `admin_sites`: not None if only this machine reaches the address, and it needs no key.
 
-        Its callers may then see the workers' addresses, unless operators or clients have keys.
+        Callers of the public address may then see the workers' addresses, unless operators have keys.
         """
+        self.public_sites = public_sites
+        self.admin_sites = admin_sites
         self._clients = clients
         self._own_operators = operators
-        self._open = Caller("", "client", sees_workers=is_private and operators is None)
+        self._open = Caller("", "client", sees_workers=public_sites is not None and operators is None)
         self._operators = operators or clients
         self._metrics_token = metrics_token
         self._launcher_digest = launcher_digest
@@ -75,12 +78,15 @@ class Credentials:
             launcher_digest = None if digest is None else bytes.fromhex(digest)
         except ValueError as error:
             raise ConfigurationError(f"{LAUNCHER_KEY_SHA256} in the environment is not hexadecimal") from error
+        sites = LocalSites({name.lower() for name in config.allowed_hosts}, set(config.cors_allow_origins))
+        admin_host = (config.admin_listen or "").rpartition(":")[0]
         return cls(
             None if clients is None else ApiKeys(clients, "router.api_keys_file"),
             None if operators is None else ApiKeys(operators, "router.admin_keys_file"),
             None if token is None else TokenFile(token, "router.metrics_token_file"),
             launcher_digest,
-            is_private=is_loopback(config.host),
+            public_sites=sites if clients is None and is_loopback(config.host) else None,
+            admin_sites=sites if (operators or clients) is None and is_loopback(admin_host) else None,
         )
 
     async def follow(self) -> None:
@@ -88,34 +94,34 @@ class Credentials:
         files = {keys for keys in (self._clients, self._operators) if keys is not None}
         await asyncio.gather(*(keys.follow() for keys in files))
 
-    def public(self, key: bytes | None, path: str) -> Caller | None:
-        """Returns the caller with `key` at the public address; None: `path` is not allowed."""
+    def public(self, key: bytes | None, route: str) -> Caller | None:
+        """Returns the caller with `key` at the public address; None: `route` is not allowed."""
         if self._clients is None:
-            return self._open if path != _METRICS or self._metrics_token is None else self._scraper(key, path)
+            return self._open if route != _METRICS or self._metrics_token is None else self._scraper(key, route)
         if key is None:
             return None
         if (name := self._clients.name_of(key)) is not None:
             is_operator = self._own_operators is not None and self._own_operators.name_of(key) is not None
             return Caller(name, "client", sees_workers=is_operator)
-        return self._scraper(key, path) or self._launcher(key, path)
+        return self._scraper(key, route) or self._launcher(key, route)
 
-    def admin(self, key: bytes | None, path: str) -> Caller | None:
-        """Returns the caller with `key` at the admin address; None: `path` is not allowed."""
+    def admin(self, key: bytes | None, route: str) -> Caller | None:
+        """Returns the caller with `key` at the admin address; None: `route` is not allowed."""
         if self._operators is None:
-            return _OPEN if path != _METRICS or self._metrics_token is None else self._scraper(key, path)
+            return self._open if route != _METRICS or self._metrics_token is None else self._scraper(key, route)
         if key is None:
             return None
         if (name := self._operators.name_of(key)) is not None:
             return Caller(name, "operator")
-        return self._scraper(key, path)
+        return self._scraper(key, route)
 
-    def _scraper(self, key: bytes | None, path: str) -> Caller | None:
-        if key is None or path != _METRICS or self._metrics_token is None:
+    def _scraper(self, key: bytes | None, route: str) -> Caller | None:
+        if key is None or route != _METRICS or self._metrics_token is None:
             return None
         return Caller("metrics", "scraper") if self._metrics_token.accepts(key) else None
 
-    def _launcher(self, key: bytes, path: str) -> Caller | None:
-        if self._launcher_digest is None or path not in _OF_LAUNCHERS:
+    def _launcher(self, key: bytes, route: str) -> Caller | None:
+        if self._launcher_digest is None or route not in _OF_LAUNCHERS:
             return None
         is_known = hmac.compare_digest(hashlib.sha256(key).digest(), self._launcher_digest)
         return Caller("launcher", "launcher", sees_workers=True) if is_known else None
@@ -131,31 +137,29 @@ class Gate:
         credentials: Credentials,
         limits: KeyLimits,
         metrics: RouterMetrics,
-        open_paths: frozenset[str] = frozenset(),
+        open_routes: frozenset[str] = frozenset(),
     ) -> None:
-        """`open_paths`: paths that need no key, in addition to probes."""
+        """`open_routes`: routes that need no key, in addition to probes."""
         self._app = app
         self._credentials = credentials
         self._limits = limits
         self._metrics = metrics
-        self._open_paths = PROBES | open_paths
+        self._open_routes = PROBES | open_routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        path = scope["path"]
+        route = route_of(scope)
         try:
             key = bearer_of(scope)
-            caller = self._credentials.public(key, path)
-        except InvalidApiKeyError as error:
-            # Without configured keys a malformed header does not matter.
-            key, caller, refusal = None, self._credentials.public(None, path), error
-        else:
             refusal = InvalidApiKeyError(_reason(key))
+        except InvalidApiKeyError as error:  # does not matter without configured keys
+            key, refusal = None, error
+        caller = self._credentials.public(key, route)
         scope.setdefault("state", {})["caller"] = caller
-        scope["state"]["ask_again"] = partial(self._credentials.public, key, path)
-        if caller is None and path not in self._open_paths:
+        scope["state"]["ask_again"] = partial(self._credentials.public, key, route)
+        if caller is None and route not in self._open_routes:
             self._metrics.keys.count_request("", refusal.http_status)
             await refuse(refusal, scope, receive, send)
         elif caller is None or caller.role != "client" or not caller.name:
@@ -188,12 +192,10 @@ class AdminGate:
             return
         try:
             key = bearer_of(scope)
-            caller = self._credentials.admin(key, scope["path"])
+            if (caller := self._credentials.admin(key, route_of(scope))) is None:
+                raise InvalidApiKeyError(_reason(key))
         except InvalidApiKeyError as error:
             await refuse(error, scope, receive, send)
-            return
-        if caller is None:
-            await refuse(InvalidApiKeyError(_reason(key)), scope, receive, send)
             return
         scope.setdefault("state", {})["caller"] = caller
         noted = NotedSend(send)
@@ -232,9 +234,7 @@ async def refuse(error: OutriderError, scope: Scope, receive: Receive, send: Sen
 
 
 def describe_call(scope: Scope, name: str) -> str:
-    client = scope.get("client")
-    who = excerpt(client[0]) if client else "unknown"
-    return f"{scope['method'][:16]} {excerpt(scope['path'])} from {who}, key {name or 'none'!r}"
+    return f"{scope['method'][:16]} {excerpt(scope['path'])} from {host_of(scope)}, key {name or 'none'!r}"
 
 
 def _reason(key: bytes | None) -> str:

@@ -1,4 +1,4 @@
-"""Limits of a server's connections: their number in total and per address, and their timeouts."""
+"""Limits of a server's connections: their number in total and per address."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ipaddress
 import logging
 import resource
 from collections import Counter
-from dataclasses import dataclass
 
 from cluster.config.router import RouterConfig
 from services.router.metrics import RouterMetrics
@@ -16,43 +15,16 @@ logger = logging.getLogger(__name__)
 _OTHER_FILES = 256  # other open files of a router: channels to targets, its log, ...
 
 
-@dataclass(frozen=True)
-class Timeouts:
-    """Timeouts in seconds."""
-
-    header: float = 10.0
-    body: float = 60.0
-    idle: float = 5.0
-    write: float = 30.0
-
-    @classmethod
-    def of(cls, config: RouterConfig) -> Timeouts:
-        return cls(
-            config.header_timeout_seconds,
-            config.body_timeout_seconds,
-            config.idle_timeout_seconds,
-            config.write_timeout_seconds,
-        )
-
-
 class Connections:
-    """Counts the open connections of one server, and refuses those beyond its limits."""
+    """Counts the open connections of one server, and refuses those beyond the limits of `config`."""
 
-    def __init__(
-        self, metrics: RouterMetrics, *, limit: int, limit_per_address: int, timeouts: Timeouts | None = None
-    ) -> None:
-        self.timeouts = timeouts or Timeouts()
+    def __init__(self, config: RouterConfig, metrics: RouterMetrics) -> None:
+        self.config = config
         self._metrics = metrics
-        self._limit = limit
-        self._limit_per_address = limit_per_address
+        self._limit = config.max_connections
+        self._limit_per_address = config.max_connections_per_address or max(1, self._limit // 2)
         self._num_of: Counter[str] = Counter()
         self._num_open = 0
-
-    @classmethod
-    def of(cls, config: RouterConfig, metrics: RouterMetrics) -> Connections:
-        limit = config.max_connections
-        per_address = config.max_connections_per_address or max(1, limit // 2)
-        return cls(metrics, limit=limit, limit_per_address=per_address, timeouts=Timeouts.of(config))
 
     def enter(self, host: str) -> bool:
         """Counts a connection from `host` until `leave`. Returns False if a limit is reached."""

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.config.router import RouterConfig
 from cluster.errors import OutriderError, OverloadedError, UnavailableError
+from services.router.access.caller import route_of
 from services.router.anthropic_errors import is_anthropic
 from services.router.errors import CLIENT_CLOSED_REQUEST, error_response
 from services.router.http.body import BodyRoom, read_body
@@ -58,15 +59,15 @@ def request_id_of(scope: Mapping[str, Any]) -> str:
 
 
 class Admission:
-    """Limits the requests to `paths` in flight to `max_waiting_requests`.
+    """Limits the requests to `routes` in flight to `max_waiting_requests`.
 
     A request counts once its body is complete. While the limit is reached, requests are refused both before and after
     their bodies are read.
     """
 
-    def __init__(self, app: ASGIApp, *, paths: frozenset[str], config: RouterConfig, metrics: RouterMetrics) -> None:
+    def __init__(self, app: ASGIApp, *, routes: frozenset[str], config: RouterConfig, metrics: RouterMetrics) -> None:
         self._app = app
-        self._paths = paths
+        self._routes = routes
         self._limit = config.max_waiting_requests
         self._max_body_bytes = config.max_body_bytes
         self._body_timeout_s = config.body_timeout_seconds
@@ -75,7 +76,7 @@ class Admission:
         self._num_in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] not in self._paths:
+        if scope["type"] != "http" or route_of(scope) not in self._routes:
             await self._app(scope, receive, send)
             return
         with self._room.entered() as share:

@@ -42,7 +42,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """`counted_as`: host for which `connections` has counted this connection; None: not counted yet."""
         super().__init__(**more)
         self._connections = connections
-        self._timeouts = connections.timeouts
+        self._limits = connections.config
         self._host = counted_as
         self._running: RequestResponseCycle | None = None
         self._awaits_head = True
@@ -212,7 +212,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             raise self._refusal
 
     def _set_head_timer(self) -> None:
-        self._head_timer = self.loop.call_later(self._timeouts.header, self._on_head_timeout)
+        self._head_timer = self.loop.call_later(self._limits.header_timeout_seconds, self._on_head_timeout)
 
     def _unset_head_timer(self) -> None:
         if self._head_timer is not None:
@@ -221,7 +221,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _on_head_timeout(self) -> None:
         self._head_timer = None
-        error = RequestTimeoutError(f"the headers did not arrive within {self._timeouts.header:g} s")
+        error = RequestTimeoutError(f"the headers did not arrive within {self._limits.header_timeout_seconds:g} s")
         self._close_for("header_timeout", error if self._is_in_head else None)
 
     def _close_for(self, reason: str, error: OutriderError | None) -> None:
@@ -264,7 +264,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _watch_writing(self) -> None:
         if self._write_timer is None:
             self._num_unread_bytes = self.transport.get_write_buffer_size()
-            self._write_timer = self.loop.call_later(self._timeouts.write, self._on_write_timeout)
+            self._write_timer = self.loop.call_later(self._limits.write_timeout_seconds, self._on_write_timeout)
 
     def _on_write_timeout(self) -> None:
         self._write_timer = None

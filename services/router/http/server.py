@@ -34,7 +34,8 @@ class HttpServer(uvicorn.Server):
                 access_log=False,
                 log_config=None,
                 server_header=False,
-                timeout_keep_alive=cast(int, connections.timeouts.idle),  # may be a fraction
+                forwarded_allow_ips=[str(network) for network in connections.config.trusted_proxies],
+                timeout_keep_alive=cast(int, connections.config.idle_timeout_seconds),  # may be a fraction
                 **more,
             )
         )

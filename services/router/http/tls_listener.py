@@ -66,7 +66,7 @@ class TlsListener:
                 lambda: protocol,
                 client,
                 ssl=self._context,
-                ssl_handshake_timeout=self._connections.timeouts.header,
+                ssl_handshake_timeout=self._connections.config.header_timeout_seconds,
             )
         except OSError:
             self._connections.count_closed("handshake")

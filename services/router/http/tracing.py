@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.telemetry.tracing import NO_SPAN, Span, TraceContext, Tracer
 from protos.speculation.v1 import target_pb2
+from services.router.access.caller import route_of
 from services.router.errors import CLIENT_CLOSED_REQUEST
 from services.router.http.streaming import NotedSend
 
@@ -18,18 +19,18 @@ _FINISH_REASONS = {target_pb2.FINISH_REASON_STOP: "stop", target_pb2.FINISH_REAS
 
 
 class Tracing:
-    """Records a span for every POST request to `paths`.
+    """Records a span for every POST request to `routes`.
 
     The span belongs to the client's trace if the request has one.
     """
 
-    def __init__(self, app: ASGIApp, *, paths: frozenset[str], tracer: Tracer) -> None:
+    def __init__(self, app: ASGIApp, *, routes: frozenset[str], tracer: Tracer) -> None:
         self._app = app
-        self._paths = paths
+        self._routes = routes
         self._tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in self._paths:
+        if scope["type"] != "http" or scope["method"] != "POST" or route_of(scope) not in self._routes:
             await self._app(scope, receive, send)
             return
         span = self._start(scope)
@@ -48,12 +49,12 @@ class Tracing:
     def _start(self, scope: Scope) -> Span:
         headers = Headers(scope=scope)
         return self._tracer.start(
-            f"POST {scope['path']}",
+            f"POST {route_of(scope)}",
             "server",
             TraceContext(headers.get("traceparent", ""), headers.get("tracestate", "")),
             {
                 "http.request.method": "POST",
-                "http.route": scope["path"],
+                "http.route": route_of(scope),
                 "url.path": scope["path"],
                 "url.scheme": scope["scheme"],
                 "http.response.header.x-request-id": [scope["state"]["request_id"]],

@@ -38,8 +38,9 @@ _ABOUT = (
 
 _REASONS = {
     200: "as requested",
-    400: "a field is invalid; `param` names it",
+    400: "a field is invalid (`param` names it), or the path has a control character",
     401: "the API key is missing, or does not allow this request",
+    403: "another site's name or page, on a router without keys at a loopback address",
     404: "the route, model or response does not exist",
     408: "the body did not arrive in time",
     413: "the body is over `router.max_body_bytes`",
@@ -152,7 +153,7 @@ def openapi_document(version: str) -> dict[str, Any]:
 
 def _operation(operation: Operation) -> dict[str, Any]:
     is_probe = operation.path in PROBES
-    errors = sorted({*operation.errors} if is_probe else {401, 429, *operation.errors})
+    errors = sorted({400, 403, *operation.errors} | (set() if is_probe else {401, 429}))
     described: dict[str, Any] = {
         "operationId": _identifier(operation),
         "summary": operation.summary,

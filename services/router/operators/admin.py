@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from services.router.access.caller import name_of_caller
+from services.router.access.first_checks import FirstChecks
 from services.router.access.gate import AdminGate, Credentials
 from services.router.errors import error_handlers, invalid_request
 from services.router.http.body import read_admin_call
@@ -42,6 +43,7 @@ def create_admin_app(
 
     `credentials`: the allowed callers; None: everyone.
     """
+    allowed = credentials or Credentials()
 
     def state() -> Response:
         return JSONResponse({"percentage": switch.percentage})
@@ -69,6 +71,6 @@ def create_admin_app(
             *([Route("/health", health.admin, methods=["GET"])] if health is not None else []),
             Route("/metrics", metrics_page, methods=["GET"]),
         ],
-        middleware=[Middleware(AdminGate, credentials=credentials or Credentials())],
+        middleware=[Middleware(FirstChecks, sites=allowed.admin_sites), Middleware(AdminGate, credentials=allowed)],
         exception_handlers=error_handlers(),
     )

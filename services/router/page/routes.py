@@ -53,8 +53,8 @@ class StatusPage:
         }
 
     @property
-    def open_paths(self) -> frozenset[str]:
-        """Paths that need no key."""
+    def open_routes(self) -> frozenset[str]:
+        """Routes that need no key."""
         return frozenset(self._files)
 
     def routes(self) -> list[Route]:

@@ -332,7 +332,7 @@ def running_router(
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     app = create_app(config)
-    connections = Connections.of(config.router, app.state.metrics)
+    connections = Connections(config.router, app.state.metrics)
     server = HttpServer(app, connections, lifespan="on", timeout_graceful_shutdown=1)
     serving = background.start(server.serve(sockets=[listener]))
     wait_until(lambda: server.started or serving.done())

@@ -374,12 +374,14 @@ def test_a_name_may_have_an_old_and_a_new_key() -> None:
     assert set(parse_keys(f"alice:{ALICE}\nalice:{BOB}\n").values()) == {"alice"}
 
 
-def test_usage_is_counted_by_the_name_of_the_key(keyed: Router) -> None:
+def test_usage_is_counted_by_the_name_of_the_key(new_keyed_router, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(SCRAPER)
+    keyed = new_keyed_router(metrics_token_file=str(tmp_path / "token"))
     for key, num_tokens in ((ALICE, 3), (BOB, 2)):
         body = {"prompt": [70, 71], "max_tokens": num_tokens, "n": 2}
         assert keyed.client.post("/v1/completions", json=body, headers=bearer(key)).status_code == 200
     keyed.client.get("/v1/models", headers=bearer("wrong"))
-    page = keyed.client.get("/metrics", headers=bearer(ALICE)).text
+    page = keyed.client.get("/metrics", headers=bearer(SCRAPER)).text
     for line in (
         'outrider_requests_by_key_total{code="200",key="alice"} 1.0',
         'outrider_requests_by_key_total{code="200",key="bob"} 1.0',
@@ -390,6 +392,20 @@ def test_usage_is_counted_by_the_name_of_the_key(keyed: Router) -> None:
     ):
         assert line in page
     assert ALICE not in page
+
+
+def test_a_client_sees_the_use_of_its_own_key_alone(new_keyed_router, tmp_path: Path) -> None:
+    (tmp_path / "operators").write_text(f"ops:{ALICE}\n")
+    for settings, sees_all in (({}, False), ({"admin_keys_file": str(tmp_path / "operators")}, True)):
+        router = new_keyed_router(**settings)
+        for key in (ALICE, BOB, "wrong"):
+            router.client.post("/v1/completions", json=PAYLOAD, headers=bearer(key))
+        for key, own, other in ((ALICE, "alice", "bob"), (BOB, "bob", "alice")):
+            page = router.client.get("/metrics", headers=bearer(key)).text
+            names = set(re.findall(r'key="([^"]*)"', page))
+            assert names == ({"", own, other} if sees_all and key == ALICE else {own})
+            assert f'outrider_generation_tokens_by_key_total{{key="{own}"}} 3.0' in page
+            assert 'vllm:generation_tokens_total{engine="router",' in page
 
 
 def test_a_scrape_has_a_token_of_its_own(new_keyed_router, tmp_path: Path) -> None:
@@ -498,7 +514,7 @@ def test_operators_have_keys_of_their_own(tmp_path: Path, keys_file: Path, caplo
         assert separate.put("/admin/speculation", json=body, headers=headers).status_code == 200
         assert separate.get("/metrics", headers=headers).text.startswith("# HELP")
     switched, *calls = audit_lines(caplog)
-    assert "set by ops at testclient" in switched
+    assert "set by ops at 'testclient'" in switched
     assert calls == [
         f"audit: answered 200: {call} from 'testclient', key 'ops'"
         for call in ("PUT '/admin/speculation'", "GET '/metrics'")

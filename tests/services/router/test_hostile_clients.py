@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from cluster.config.router import RouterConfig
 from services.launch.local import free_ports
 from services.router.http.connections import Connections
 from services.router.http.json_values import parse_json
@@ -28,13 +29,13 @@ from .test_router_program import program
 
 PATH = "/v1/completions"
 BODY = json.dumps({"prompt": [70, 71], "max_tokens": 2}).encode()
-GET = b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n"
+GET = b"GET /health/live HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 NewRouter = Callable[..., Router]
 
 
 def head(length: int | None = len(BODY), *headers: bytes, path: str = PATH) -> bytes:
-    lines = [f"POST {path} HTTP/1.1".encode(), b"host: x", b"content-type: application/json", *headers]
+    lines = [f"POST {path} HTTP/1.1".encode(), b"host: localhost", b"content-type: application/json", *headers]
     if length is not None:
         lines.append(b"content-length: %d" % length)
     return b"\r\n".join(lines) + b"\r\n\r\n"
@@ -219,7 +220,7 @@ def test_whoever_asks_for_another_protocol_gets_this_one(router: Router, upgrade
             connection.sendall(head(len(BODY), *asked) + BODY)
             status, body = answer(connection)
             assert status == 200, body
-        connection.sendall(GET.replace(b"host: x", b"\r\n".join((b"host: x", *asked))) + GET)
+        connection.sendall(GET.replace(b"host: localhost", b"\r\n".join((b"host: localhost", *asked))) + GET)
         assert [answer(connection)[0]] == [200]
 
 
@@ -227,7 +228,7 @@ def test_whoever_asks_for_another_protocol_gets_this_one(router: Router, upgrade
     "content",
     [
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-        b"CONNECT example:80 HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"CONNECT example:80 HTTP/1.1\r\nhost: localhost\r\n\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
         b"GET /\xff HTTP/1.1\r\n\r\n",
         head(5, b"content-length: 6") + b"123456",
@@ -306,7 +307,7 @@ def test_an_address_has_its_share(router: Router) -> None:
             self.reasons.append(reason)
 
     counts = Counts()
-    connections = Connections(counts, limit=6, limit_per_address=2)  # type: ignore[arg-type]
+    connections = Connections(RouterConfig(max_connections=6, max_connections_per_address=2), counts)  # type: ignore[arg-type]
     assert [connections.enter("10.0.0.1") for _ in range(3)] == [True, True, False]
     assert connections.enter("::ffff:10.0.0.2")
     assert [connections.enter(f"2001:db8::{number}") for number in range(3)] == [True, True, False]

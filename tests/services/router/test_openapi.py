@@ -51,7 +51,7 @@ def test_every_status_of_the_manual_is_in_it(document: dict[str, Any]) -> None:
     for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"):
         error = "AnthropicError" if path == "/v1/messages" else "Error"
         answers = document["paths"][path]["post"]["responses"]
-        assert answers.keys() == {"200", "400", "401", "404", "408", "413", "415", "429", "431", "500", "503"}
+        assert answers.keys() == {"200", "400", "401", "403", "404", "408", "413", "415", "429", "431", "500", "503"}
         for status in answers.keys() - {"200"}:
             schema = answers[status]["content"]["application/json"]["schema"]
             assert schema == {"$ref": f"#/components/schemas/{error}"}

@@ -232,7 +232,12 @@ def test_operators_have_an_address_of_their_own(model_folder, target):
 
 def test_half_a_call_of_an_operator_keeps_nobody_from_ending(model_folder, target):
     (free_port,) = free_ports(1)
-    head = b"PUT /admin/speculation HTTP/1.1", b"Host: x", b"Content-Type: application/json", b"Content-Length: 100"
+    head = (
+        b"PUT /admin/speculation HTTP/1.1",
+        b"Host: localhost",
+        b"Content-Type: application/json",
+        b"Content-Length: 100",
+    )
     with (
         program(model_folder, target, admin_listen=f"127.0.0.1:{free_port}") as (process, _),
         socket.create_connection(("127.0.0.1", free_port)) as unfinished,

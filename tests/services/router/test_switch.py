@@ -58,7 +58,7 @@ def test_the_admin_call(switch: SpeculationSwitch, caplog: pytest.LogCaptureFixt
     assert switch.percentage == 12.5
     line, call = [record.getMessage() for record in caplog.records if record.name == "outrider.audit"]
     assert call == "audit: answered 200: PUT '/admin/speculation' from 'testclient', key 'none'"
-    assert line == "audit: speculation for 12.5 % of requests, was 100 %; set by testclient, reason: 'canary\\nof k'"
+    assert line == "audit: speculation for 12.5 % of requests, was 100 %; set by 'testclient', reason: 'canary\\nof k'"
 
 
 @pytest.mark.parametrize(
