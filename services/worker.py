@@ -85,6 +85,9 @@ def loading(model: str) -> Iterator[None]:
         raise
     except Exception as error:  # libraries raise errors of their own for damaged files and for want of memory
         logger.debug("cannot load %s", model, exc_info=True)
+        if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            remedy = "set kv_cache_bytes or max_model_len to less, or use a smaller model"
+            raise ConfigurationError(f"not enough memory for {model!r} and its KV cache: {remedy}") from error
         raise ConfigurationError(f"cannot load {model!r}: {type(error).__name__}: {first_line(error)}") from error
 
 

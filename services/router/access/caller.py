@@ -1,4 +1,4 @@
-"""The caller and the route of the current request."""
+"""The caller of the current request."""
 
 from __future__ import annotations
 
@@ -34,11 +34,6 @@ def caller_of(scope: Mapping[str, Any]) -> Caller | None:
     """Returns the caller of the request; None for a probe without a key."""
     caller: Caller | None = scope.get("state", {}).get("caller")
     return caller
-
-
-def route_of(scope: Mapping[str, Any]) -> str:
-    """Returns the path of the route that answers the request, as declared; "" if there is none."""
-    return str(scope.get("state", {}).get("route", ""))
 
 
 def is_still_let_in(scope: Mapping[str, Any]) -> bool:

@@ -14,10 +14,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.config.router import RouterConfig
 from cluster.errors import OutriderError, OverloadedError, UnavailableError
-from services.router.access.caller import route_of
 from services.router.anthropic_errors import is_anthropic
 from services.router.errors import CLIENT_CLOSED_REQUEST, error_response
 from services.router.http.body import BodyRoom, read_body
+from services.router.http.route import route_of
 from services.router.http.streaming import NotedSend, error_event, note_outcome
 from services.router.metrics import RouterMetrics
 
