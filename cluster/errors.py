@@ -4,6 +4,7 @@ OutriderError
 ├── ConfigurationError      a setting, flag, model folder or port is unusable
 │   └── AddressInUseError   another program listens there, perhaps not for long
 ├── InvalidRequestError     400  INVALID_ARGUMENT    the caller's request is unusable; `param` names the field
+│   └── ContextLengthError  400  OUT_OF_RANGE        prompt and answer exceed the model's or the cache's length
 ├── NotFoundError           404  NOT_FOUND           no such model or route
 ├── OverloadedError         503  RESOURCE_EXHAUSTED  the queue is full; nothing was started
 ├── UnavailableError        503  UNAVAILABLE         no worker can answer now
@@ -57,6 +58,31 @@ class InvalidRequestError(OutriderError):
     error_type = "invalid_request_error"
 
 
+class ContextLengthError(InvalidRequestError):
+    """The prompt, or the prompt plus the requested answer, exceeds the model's context."""
+
+    grpc_code = grpc.StatusCode.OUT_OF_RANGE
+    code = "context_length_exceeded"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        num_prompt_tokens: int = 0,
+        max_tokens: int | None = None,
+        max_model_len: int = 0,
+    ) -> None:
+        """`max_tokens`: requested tokens of the answer; None if the prompt leaves no room for one.
+
+        The numbers are not on the wire: they are 0 in the error of a target that refuses.
+        """
+        super().__init__(message, param=param)
+        self.num_prompt_tokens = num_prompt_tokens
+        self.max_tokens = max_tokens
+        self.max_model_len = max_model_len
+
+
 class NotFoundError(OutriderError):
     http_status = 404
     grpc_code = grpc.StatusCode.NOT_FOUND
@@ -88,7 +114,8 @@ def first_line(error: BaseException) -> str:
 
 
 _BY_STATUS_CODE: dict[int, type[OutriderError]] = {
-    error.grpc_code.value[0]: error for error in (InvalidRequestError, NotFoundError, OverloadedError, UnavailableError)
+    error.grpc_code.value[0]: error
+    for error in (InvalidRequestError, ContextLengthError, NotFoundError, OverloadedError, UnavailableError)
 }
 
 

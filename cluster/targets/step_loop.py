@@ -18,7 +18,7 @@ from cluster.engine.blocks import BlockManager
 from cluster.engine.limits import StepLimits
 from cluster.engine.prompt_pace import PromptPart
 from cluster.engine.scheduler import Scheduler
-from cluster.errors import InternalError, InvalidRequestError, NotFoundError, first_line
+from cluster.errors import ContextLengthError, InternalError, NotFoundError, first_line
 from cluster.logprobs import TokenLogprobs
 from cluster.speculation.acceptance import accepted_path, count_accepted
 from cluster.speculation.drafts import NO_DRAFTS, Drafts
@@ -167,7 +167,7 @@ class StepLoop(Target):
             raise NotFoundError(no_adapter(request.adapter))
         max_len, blocks = request.num_prompt_tokens + request.max_tokens, self._blocks
         if not self._scheduler.fits(max_len):
-            raise InvalidRequestError(
+            raise ContextLengthError(
                 f"the prompt ({request.num_prompt_tokens} tokens) and max_tokens {request.max_tokens} need "
                 f"{blocks.num_blocks_for(max_len)} KV blocks, this worker has {blocks.num_blocks}",
                 param="max_tokens",

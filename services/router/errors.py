@@ -80,27 +80,6 @@ class ModelNotFoundError(NotFoundError):
     code = "model_not_found"
 
 
-class ContextLengthError(InvalidRequestError):
-    """The prompt, or the prompt plus the requested answer, exceeds the model's context."""
-
-    code = "context_length_exceeded"
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        param: str | None = None,
-        num_prompt_tokens: int = 0,
-        max_tokens: int | None = None,
-        max_model_len: int = 0,
-    ) -> None:
-        """`max_tokens`: requested tokens of the answer; None if the prompt leaves no room for one."""
-        super().__init__(message, param=param)
-        self.num_prompt_tokens = num_prompt_tokens
-        self.max_tokens = max_tokens
-        self.max_model_len = max_model_len
-
-
 def excerpt(value: object) -> str:
     """Returns `value` as Python writes it, cut to a few dozen characters."""
     return _excerpts.repr(value)

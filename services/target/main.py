@@ -65,8 +65,9 @@ async def _serve(config: Config, target: Target, tokenizer_fingerprint: str) -> 
         target,
         config,
         tokenizer_fingerprint,
-        # An answer without a length limit ends at the model's limit, and a request must fit wherever it is moved.
-        traits=traits_of(config, target.model) | {"max_model_len": str(target.limits.max_model_len)},
+        # An answer without a length limit ends at the model's limit. What caches hold may differ by some blocks, so the
+        # router applies the least.
+        traits=traits_of(config, target.model) | {"max_model_len": str(config.target.max_model_len)},
         advertised_address=address,
         metrics_url=metrics_url,
     )

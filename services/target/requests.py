@@ -13,7 +13,7 @@ from cluster.constraints import (
     Constraints,
     Grammar,
 )
-from cluster.errors import InvalidRequestError
+from cluster.errors import ContextLengthError, InvalidRequestError
 from cluster.logprobs import MAX_LOGPROBS
 from cluster.placement.rendezvous import MAX_KEY_BYTES
 from cluster.speculation.noise import NoiseKey
@@ -84,9 +84,10 @@ def _check_length(num_prompt_tokens: int, request: target_pb2.GenerateRequest, m
     if request.max_tokens <= request.num_generated_tokens:
         raise InvalidRequestError(f"max_tokens {request.max_tokens} leaves nothing to generate", param="max_tokens")
     if num_prompt_tokens + request.max_tokens > max_model_len:
-        raise InvalidRequestError(
-            f"the prompt ({num_prompt_tokens} tokens) and max_tokens {request.max_tokens} exceed the "
-            f"model's limit of {max_model_len} tokens",
+        raise ContextLengthError(
+            f"This model's maximum context length is {max_model_len} tokens. However, you requested "
+            f"{num_prompt_tokens + request.max_tokens} tokens: {num_prompt_tokens} in the prompt and "
+            f"max_tokens={request.max_tokens} for the answer.",
             param="max_tokens",
         )
 

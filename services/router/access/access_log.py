@@ -15,8 +15,7 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.router.access.caller import caller_of
-from services.router.http.middleware import request_id_of
-from services.router.http.route import route_of
+from services.router.http.middleware import request_id_of, route_of
 from services.router.http.streaming import NotedSend
 
 access = logging.getLogger("outrider.access")

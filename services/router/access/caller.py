@@ -1,4 +1,4 @@
-"""The caller of the current request."""
+"""The caller of the current request, if the router has keys."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from services.router.access.caller import Caller, current_key, host_of
 from services.router.access.key_limits import KeyLimits
 from services.router.access.local_sites import LocalSites
 from services.router.errors import InvalidApiKeyError, error_response, excerpt
-from services.router.http.route import route_of
+from services.router.http.middleware import route_of
 from services.router.http.streaming import NotedSend
 from services.router.metrics import RouterMetrics
 

@@ -8,13 +8,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from cluster.errors import InvalidRequestError
+from cluster.errors import ContextLengthError, InvalidRequestError
 from services.router.anthropic.reply import MessagesReply
 from services.router.anthropic.request import CountTokensRequest, to_chat
 from services.router.anthropic_errors import MESSAGES_PATH
 from services.router.api.reply import Reply
 from services.router.chat.endpoint import ChatCompletions, ChatRequest
-from services.router.errors import ContextLengthError
 from services.router.http.body import read_json_body, to_json_object
 from services.router.http.large_work import run_in_thread_if_large
 from services.router.output.message import Reader
@@ -58,6 +57,8 @@ class Messages(ChatCompletions):
 
 def _context_message(error: ContextLengthError) -> str:
     """Returns Anthropic's message for `error`, which agents parse to shorten the request."""
+    if error.num_prompt_tokens == 0:  # a target refused
+        return f"prompt is too long: {error.message}"
     if error.max_tokens is None:
         return f"prompt is too long: {error.num_prompt_tokens} tokens > {error.max_model_len} maximum"
     return (

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cluster.constraints import Grammar
-from cluster.errors import InvalidRequestError, UnavailableError
+from cluster.errors import ContextLengthError, InvalidRequestError, UnavailableError
 from cluster.tokenization import Tokenizer
 from protos.speculation.v1 import target_pb2, types_pb2
 from services.router.api.request import ApiRequest
-from services.router.errors import ContextLengthError, excerpt
+from services.router.errors import excerpt
 from services.router.targets.affinity import RoutingKey
 from services.router.targets.choice_request import ChoiceRequest
 from services.router.targets.replicas import AdapterRef, Limits

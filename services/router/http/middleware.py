@@ -17,7 +17,6 @@ from cluster.errors import OutriderError, OverloadedError, UnavailableError
 from services.router.anthropic_errors import is_anthropic
 from services.router.errors import CLIENT_CLOSED_REQUEST, error_response
 from services.router.http.body import BodyRoom, read_body
-from services.router.http.route import route_of
 from services.router.http.streaming import NotedSend, error_event, note_outcome
 from services.router.metrics import RouterMetrics
 
@@ -56,6 +55,11 @@ def request_id_of(scope: Mapping[str, Any]) -> str:
     """Returns the ID of the request of `scope`."""
     request_id: str = scope["state"]["request_id"]
     return request_id
+
+
+def route_of(scope: Mapping[str, Any]) -> str:
+    """Returns the path of the route that answers the request, as declared; "" if there is none."""
+    return str(scope.get("state", {}).get("route", ""))
 
 
 class Admission:

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from shutil import copytree
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -213,9 +214,9 @@ class TestRunner:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 * 10**9, 80 * 10**9))
-        config = self.worker(Path("anywhere"), kv_cache_bytes=None, memory_utilization=0.75)
-        assert kv_cache_budget(config, torch.device("cuda")) == 30 * 10**9
-        assert kv_cache_budget(config, CPU) == 256 * 2**20
+        config = self.worker(Path("anywhere"), memory_utilization=0.75)
+        on_gpu = SimpleNamespace(weights=SimpleNamespace(device=torch.device("cuda")))
+        assert kv_cache_budget(config, cast("LoadedModel", on_gpu), 10**9) == (60 - 40 - 1) * 10**9
 
     def test_prefix_caching_can_be_switched_off(self, tiny_llama: Callable[..., Path]) -> None:
         for is_enabled in (True, False):
@@ -227,13 +228,33 @@ class TestRunner:
             blocks.free(table)
             assert blocks.num_cached_blocks == int(is_enabled)
 
-    def test_auto_dtype_depends_on_the_device(self) -> None:
-        assert resolve_dtype("auto", CPU, on_cpu=torch.float32) is torch.float32
-        assert resolve_dtype("auto", torch.device("cuda"), on_cpu=torch.float32) is torch.bfloat16
-        assert resolve_dtype("bfloat16", CPU, on_cpu=torch.float32) is torch.bfloat16
+    def test_auto_dtype_depends_on_the_device_and_the_kernels(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert resolve_dtype("auto", CPU) is (torch.bfloat16 if has_kernels() else torch.float32)
+        monkeypatch.setenv("OUTRIDER_CPU_ISA", "none")
+        assert resolve_dtype("auto", CPU) is torch.float32
+        assert resolve_dtype("auto", torch.device("cuda")) is torch.bfloat16
+        assert resolve_dtype("bfloat16", CPU) is torch.bfloat16
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
     def test_a_gpu_that_is_not_there_is_said(self) -> None:
         assert resolve_device("auto") == CPU
         with pytest.raises(ConfigurationError, match="no GPU"):
             resolve_device("cuda")
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_pytorchs_operators_run_on_a_processor_without_avx512(dtype: str) -> None:
+    """oneDNN takes instructions up to AVX2, as on such a processor, and packs no bfloat16 then."""
+    code = (
+        "import logging, torch; logging.basicConfig()\n"
+        "from cluster.config.workers import WorkerConfig; from cluster.engine.batch import Segment\n"
+        "from cluster.engine.runner import ModelRunner\n"
+        "assert not torch.ops.mkldnn._is_mkldnn_bf16_supported()\n"
+        f"runner = ModelRunner.from_config(WorkerConfig(model='outrider-draft-2m', dtype={dtype!r}, device='cpu'))\n"
+        "print(runner.model.dtype, runner.run([Segment([1, 2, 3], 0, [0], num_logits=1)]).argmax().item())"
+    )
+    environment = os.environ | {"OUTRIDER_CPU_ISA": "none", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert run.stdout.startswith("torch.float32" if dtype == "auto" else "torch.bfloat16")
+    assert run.stderr.count("PyTorch's operators compute on this CPU") == 1
+    assert "OUTRIDER_CPU_ISA is none: unset it" in run.stderr
