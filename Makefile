@@ -167,9 +167,9 @@ constraints: $(READY_RAY)
 
 images: COMMIT = $(shell git describe --always --dirty --exclude='*' --abbrev=7)
 images:
-	docker build -f deploy/docker/Dockerfile --build-arg COMMIT=$(COMMIT) -t outrider:0.1.0-cpu .
-	docker build -f deploy/docker/Dockerfile --build-arg COMMIT=$(COMMIT) --build-arg EXTRAS=ray --build-arg RUNTIME_PACKAGES=wget -t outrider:0.1.0-ray .
-	docker build -f deploy/docker/vllm-cuda.Dockerfile --build-arg COMMIT=$(COMMIT) -t outrider:0.1.0-vllm-cuda .
+	docker build -f deploy/docker/Dockerfile --build-arg COMMIT=$(COMMIT) -t outrider:0.1.1-cpu .
+	docker build -f deploy/docker/Dockerfile --build-arg COMMIT=$(COMMIT) --build-arg EXTRAS=ray --build-arg RUNTIME_PACKAGES=wget -t outrider:0.1.1-ray .
+	docker build -f deploy/docker/vllm-cuda.Dockerfile --build-arg COMMIT=$(COMMIT) -t outrider:0.1.1-vllm-cuda .
 
 release: $(READY_DEV)
 	$(BIN)/python -m deploy.release

@@ -1,5 +1,5 @@
 # The image `vllm-cuda`: make images, or
-#   docker build -f deploy/docker/vllm-cuda.Dockerfile -t outrider:0.1.0-vllm-cuda .
+#   docker build -f deploy/docker/vllm-cuda.Dockerfile -t outrider:0.1.1-vllm-cuda .
 # With Ray, as `ray-vllm-cuda` for KubeRay and for targets over several nodes: --build-arg EXTRAS=ray
 # vLLM's own image has matching versions of torch, CUDA and vLLM. `deploy/docker/try_image.sh` builds on Debian instead.
 ARG BASE=vllm/vllm-openai:v0.32.0

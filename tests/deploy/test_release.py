@@ -18,23 +18,23 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     ("all_tags", "tags_here", "changes", "complaint"),
     [
-        (["v0.1.0"], ["v0.1.0"], "", None),
-        (["v0.1.0"], [], "", "the tag v0.1.0 names another commit"),
+        (["v0.1.1"], ["v0.1.1"], "", None),
+        (["v0.1.1"], [], "", "the tag v0.1.1 names another commit"),
         (["v0.0.9"], [], "", None),
-        (["v0.2.0"], ["v0.2.0"], "", "the tag v0.2.0 is here, and pyproject.toml has version 0.1.0"),
+        (["v0.2.0"], ["v0.2.0"], "", "the tag v0.2.0 is here, and pyproject.toml has version 0.1.1"),
         ([], [], " M README.md", "not committed"),
     ],
 )
 def test_a_release_is_what_its_tag_names(
     all_tags: list[str], tags_here: list[str], changes: str, complaint: str | None
 ) -> None:
-    found = problems("0.1.0", all_tags, tags_here, changes)
+    found = problems("0.1.1", all_tags, tags_here, changes)
     assert len(found) == (complaint is not None)
     assert complaint is None or complaint in found[0]
 
 
 def test_sha256sum_reads_the_checksums(tmp_path: Path) -> None:
-    files = [tmp_path / "outrider-0.1.0.tar.gz", tmp_path / "outrider-0.1.0-cp311-abi3-linux_x86_64.whl"]
+    files = [tmp_path / "outrider-0.1.1.tar.gz", tmp_path / "outrider-0.1.1-cp311-abi3-linux_x86_64.whl"]
     for file in files:
         file.write_bytes(file.name.encode())
     (tmp_path / "SHA256SUMS").write_text(checksums(files), encoding="utf-8")
