@@ -4,7 +4,7 @@ OutriderError
 ├── ConfigurationError      a setting, flag, model folder or port is unusable
 │   └── AddressInUseError   another program listens there, perhaps not for long
 ├── InvalidRequestError     400  INVALID_ARGUMENT    the caller's request is unusable; `param` names the field
-│   └── ContextLengthError  400  OUT_OF_RANGE        prompt and answer exceed the model's or the cache's length
+│   └── ContextLengthError  400  OUT_OF_RANGE        longer than model or cache allow
 ├── NotFoundError           404  NOT_FOUND           no such model or route
 ├── OverloadedError         503  RESOURCE_EXHAUSTED  the queue is full; nothing was started
 ├── UnavailableError        503  UNAVAILABLE         no worker can answer now

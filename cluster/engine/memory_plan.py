@@ -175,7 +175,7 @@ class Memory:
     """Memory of one GPU, or of several GPUs that divide each model evenly."""
 
     gigabytes: float
-    utilization: float  # share of the memory that weights, recorded steps and KV cache get
+    utilization: float  # share of the memory left by weights and recorded steps that the KV cache gets
     block_size: int
     recorded_rows: int = 0  # rows of the largest recorded step; 0: no step is recorded
     recorded_context: int = 0  # tokens of the longest context in a recorded step
@@ -205,12 +205,16 @@ class Budget:
 
     @property
     def kv_cache_bytes(self) -> float:
-        return max(0.0, self.left_bytes - (1 - self.memory.utilization) * self.memory.gigabytes * GB)
+        return max(0.0, self.left_bytes) * self.memory.utilization
 
     def cache_shares(self) -> list[float]:
-        """Returns the bytes of each tenant's KV cache, if all caches hold the same number of tokens."""
+        """Returns the bytes of each tenant's KV cache if all hold the same number of tokens, as vLLM counts them.
+
+        Weights and caches together take `utilization` of the whole memory.
+        """
         per_token = [tenant.model.kv_bytes_per_token for tenant in self.tenants]
-        return [self.kv_cache_bytes * size / sum(per_token) for size in per_token]
+        unused = (1 - self.memory.utilization) * self.memory.gigabytes * GB
+        return [max(0.0, self.left_bytes - unused) * size / sum(per_token) for size in per_token]
 
     def context_bytes(self, tenant: Tenant, num_seqs: int, context: int) -> int:
         """Returns the bytes of the KV of `num_seqs` sequences of `context` tokens, in whole blocks."""
@@ -277,7 +281,7 @@ def describe(budget: Budget, context: int, num_seqs: int) -> str:
             f"left of {budget.memory.gigabytes:g} GB",
             _in_units(budget.left_bytes) if budget.left_bytes > 0 else f"{_in_units(-budget.left_bytes)} short",
         ),
-        total_row(f"KV cache, {budget.memory.utilization:g} used", _in_units(budget.kv_cache_bytes)),
+        total_row(f"KV cache, {budget.memory.utilization:g} of that", _in_units(budget.kv_cache_bytes)),
         bytes_row("KV of a token", [tenant.model.kv_bytes_per_token for tenant in tenants]),
         bytes_row(
             f"KV of {sequences} of {context} tokens",

@@ -54,7 +54,7 @@ def _gpu_shares(config: Config, workers: Mapping[str, _Pool]) -> dict[str, dict[
     target = config.target
     memory = Memory(gigabytes, target.memory_utilization, target.block_size)
     budget = Budget(tuple(Tenant(pool, model, 0) for pool, model in tenants if model is not None), memory)
-    if budget.kv_cache_bytes == 0:
+    if sum(budget.cache_shares()) == 0:
         raise ConfigurationError(
             f"the weights of {len(tenants)} workers ({budget.weight_bytes / GB:.1f} GB) leave no memory for KV caches "
             f"on a GPU of {gigabytes:.1f} GB: start fewer workers or smaller models, or set draft.device to cpu"

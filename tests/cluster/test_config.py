@@ -175,7 +175,7 @@ def test_an_override_of_what_is_no_section_is_refused(tmp_path):
 def test_an_automatic_kv_cache():
     config = load_config(overrides=["target.kv_cache_bytes=null", "target.memory_utilization=0.5"])
     assert (config.target.kv_cache_bytes, config.target.memory_utilization) == (None, 0.5)
-    assert config.draft.kv_cache_bytes == 256 * 2**20
+    assert config.draft.kv_cache_bytes is None
 
 
 def test_the_tree_cannot_be_changed():

@@ -77,7 +77,6 @@ def test_steps_memory_and_price_of_gpus(capsys: pytest.CaptureFixture[str]) -> N
         (["--streams", "2", "--prompt-tokens", "9:3"], "9 to 3 tokens"),
         (["--streams", "2", "--answer-tokens", "many"], "'many' is no number of tokens"),
         (["--trace", "/nowhere/trace.jsonl"], "/nowhere/trace.jsonl cannot be read"),
-        (["--streams", "2", "--set", "target.kv_cache_bytes=null"], "give --kv-tokens"),
         (
             ["--requests-per-second", "2", "--burstiness", "1e308"],
             "burstiness 1e+308: write one from 0.001 to 1000",

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.engine.host_memory import host_cache_bytes
 from cluster.errors import ConfigurationError
 from services import cli
 from services.prove import cli as prove_cli
@@ -50,10 +51,8 @@ def test_the_bundled_pair_is_the_default() -> None:
 def test_systems_run_together_where_the_memory_holds_them(
     gigabytes: float, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "_host_bytes", lambda: 1e9 * gigabytes)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 1e9 * gigabytes)
     assert fit_together(read_experiment(parse("--target-device", "cpu:0"))) is fits
-    share = ["--set", "target.kv_cache_bytes=null"]
-    assert not fit_together(read_experiment(parse("--target-device", "cpu:0", *share)))
 
 
 def test_options_become_the_experiment(tmp_path: Path) -> None:
@@ -78,8 +77,8 @@ def test_all_sequences_have_room() -> None:
     assert own.target.max_num_seqs == own.draft.max_num_seqs == 200
     assert own.target.max_model_len is not None
     per_token = 2 * 6 * 2 * 64 * 2  # key and value, layers, heads, their size, bytes
-    assert own.target.kv_cache_bytes is not None
-    assert own.target.kv_cache_bytes >= 200 * own.target.max_model_len * per_token
+    num_bytes = host_cache_bytes(own.target, own.target.max_model_len, per_token)
+    assert num_bytes >= 200 * own.target.max_model_len * per_token
 
 
 @pytest.mark.parametrize(("engine", "placement"), [("torch", "in-process"), ("vllm", "sidecar")])
