@@ -118,7 +118,8 @@ class Child:
         now = time.monotonic()
         if code == EXIT_CONFIGURATION:
             raise ConfigurationError(f"the {self.name} could not start; its message is above")
-        if self._listens_at is not None and not self._was_ready and self._num_restarts + 1 >= _MAX_STARTS:
+        may_pass = self._listens_at is None or self._was_ready or code == os.EX_TEMPFAIL  # another program has the port
+        if not may_pass and self._num_restarts + 1 >= _MAX_STARTS:
             raise UnavailableError(self._describe_end(code))
         if self._restart_at is None:
             if now - self._started_at > _HEALTHY_AFTER_SECONDS:
