@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Mapping
 
 from cluster.config import Config
-from cluster.config.workers import DraftConfig, TargetConfig
+from cluster.config.workers import DraftConfig, TargetConfig, WorkerConfig
 from cluster.engine.memory_plan import GB, Budget, Memory, PlannedModel, Tenant
 from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder
@@ -45,7 +45,9 @@ def share_memory(config: Config) -> Config:
 def _gpu_shares(config: Config, workers: Mapping[str, _Pool]) -> dict[str, dict[str, object]]:
     """Returns the settings of the pools whose workers share a GPU; none if a model or the GPU's size is unknown."""
     gigabytes = _gpu_gigabytes()
-    planned = {pool: _planned(config.draft_model if pool == "draft" else w.model, w) for pool, w in workers.items()}
+    planned = {
+        pool: planned_model(config.draft_model if pool == "draft" else w.model, w) for pool, w in workers.items()
+    }
     if gigabytes is None or any(worker.kv_cache_bytes is not None for worker in workers.values()):
         return {}
     tenants = [(pool, model) for pool, model in planned.items() for _ in range(workers[pool].replicas)]
@@ -69,7 +71,7 @@ def _gpu_shares(config: Config, workers: Mapping[str, _Pool]) -> dict[str, dict[
     }
 
 
-def _planned(model: str, worker: _Pool) -> PlannedModel | None:
+def planned_model(model: str, worker: WorkerConfig) -> PlannedModel | None:
     """Returns the sizes of the model; None if only vLLM supports it."""
     dtype = worker.quantization or ("fp32" if worker.dtype == "float32" else "bf16")
     try:

@@ -9,10 +9,11 @@ from typing import Any
 from cluster.config import Config
 from cluster.config.workers import WorkerConfig
 from cluster.engine.host_memory import available_bytes, host_cache_bytes
-from cluster.engine.memory_plan import GB, PlannedModel
+from cluster.engine.memory_plan import GB
 from cluster.engine.model_config import ModelConfig
 from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder
+from services.launch.memory import planned_model
 from services.prove.devices import Device
 from services.prove.systems import Experiment
 
@@ -31,7 +32,7 @@ def with_room(config: Config, streams: Sequence[int], num_tokens: int) -> Config
 
     def roomy(worker: Any, model: str, max_model_len: int | None) -> Any:
         update: dict[str, object] = {"max_num_seqs": max(num_seqs, worker.max_num_seqs)}
-        planned = _planned(model, worker.dtype)
+        planned = planned_model(model, worker)
         if worker.kv_cache_bytes is not None and planned is not None:
             needed = math.ceil(1.25 * num_seqs * max_sequence_tokens * planned.kv_bytes_per_token)
             update["kv_cache_bytes"] = max(needed, worker.kv_cache_bytes)
@@ -92,7 +93,7 @@ def _num_bytes(worker: WorkerConfig, model: str, device: Device, *, is_vllm: boo
 
     It is also unknown if the KV cache has a share of a GPU's memory.
     """
-    planned = _planned(model, worker.dtype)
+    planned = planned_model(model, worker)
     num_bytes = worker.kv_cache_bytes
     if planned is not None and num_bytes is None and device.kind == "cpu":
         longest = worker.max_model_len or ModelConfig.from_folder(resolve_model_folder(model)).max_position_embeddings
@@ -101,14 +102,6 @@ def _num_bytes(worker: WorkerConfig, model: str, device: Device, *, is_vllm: boo
         return None
     own = _WORKER_BYTES if is_vllm or device.kind == "cuda" else _SMALL_WORKER_BYTES
     return planned.weight_bytes + num_bytes + own
-
-
-def _planned(model: str, dtype: str) -> PlannedModel | None:
-    """Returns the sizes of the model; None if only vLLM supports it."""
-    try:
-        return PlannedModel.parse(f"{resolve_model_folder(model)}:{'fp32' if dtype == 'float32' else 'bf16'}")
-    except ConfigurationError:
-        return None
 
 
 def _gpu_bytes(device: Device, *, total: bool = False) -> float:

@@ -171,7 +171,7 @@ def serve(config: Config, opens_page: bool = False) -> int:
         if has_begun:
             application.stop(signals.is_hurried)
         ray.shutdown()
-        sweep(FOLDERS)
+        _sweep_leftovers(signals.is_hurried)
     return 0
 
 
@@ -186,11 +186,15 @@ def down(config: Config) -> int:
         application.stop()
         ray.shutdown()
         print(f"The application {application.name!r} has ended.")
-    # Programs that a killed launcher started may still be ending, together with its cluster.
-    deadline = time.monotonic() + _LEFTOVER_SECONDS
-    while sweep(FOLDERS) and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
+    _sweep_leftovers()
     return 0
+
+
+def _sweep_leftovers(is_hurried: Callable[[], bool] = lambda: False) -> None:
+    """Removes the folders of ended programs; waits a little for programs that end together with Ray's cluster."""
+    deadline = time.monotonic() + _LEFTOVER_SECONDS
+    while sweep(FOLDERS) and time.monotonic() < deadline and not is_hurried():
+        time.sleep(_POLL_SECONDS)
 
 
 def _join(config: Config, *, start: bool) -> BaseContext:

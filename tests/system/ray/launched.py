@@ -72,7 +72,7 @@ def launched(folder: Path, *arguments: str) -> Iterator[Launcher]:
 
 def assert_nothing_left(launcher: Launcher, descendants: list[psutil.Process], folder: Path) -> None:
     assert eventually(lambda: not any(_is_alive(process) for process in descendants), END_SECONDS)
-    assert list(folder.glob("*outrider*")) == []
+    assert (left := list(folder.glob("*outrider*"))) == [], left
     with pytest.raises(httpx.TransportError):
         httpx.get(f"{launcher.url}/health/live")
 
