@@ -3,7 +3,7 @@
 A step is packing, the forward pass and sampling at T = 1. Its bandwidth counts the weights once; a context of 200
 tokens is attended to by every row. A tree of 16 nodes is compared with a chain of as many, which should take as long;
 then follow sampling and the target's loop, apart. What is compared is interleaved; figures are medians with their
-quartiles. `--instruction-sets amx,avx512_bf16,avx512` compares what the CPU kernels can be made of.
+quartiles. `--instruction-sets amx,avx512_bf16,portable` compares what the CPU kernels can be made of.
 """
 
 from __future__ import annotations

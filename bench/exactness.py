@@ -146,7 +146,7 @@ def main() -> None:
             print(f"{name}: {num_tokens} tokens differ, in {num_answers} answers")
         return
     if arguments.dtype != "bfloat16":
-        parser.error("--instruction-sets: a model in float32 always takes avx512")
+        parser.error("--instruction-sets: a model in float32 always takes portable")
     supported = {choice.name.lower(): choice for choice in InstructionSet if choice.is_supported}
     names = list(supported) if arguments.instruction_sets == ["all"] else arguments.instruction_sets
     if unknown := set(names) - supported.keys():

@@ -1,4 +1,4 @@
-"""AVX-512 kernels (`kernels/`). Tensors are given by address: contiguous, of the dtypes named in `kernels.h`."""
+"""The kernels for CPUs (`kernels/`). Tensors are given by address: contiguous, of the dtypes named in `kernels.h`."""
 
 def linear(x: int, weight: int, y: int, scratch: int, num_rows: int, num_threads: int, /) -> None:
     """`y = x @ weight.T + bias`, where `weight` is a Weight."""
@@ -36,3 +36,7 @@ def scratch_size(model: int, /) -> int:
 
 def is_supported(instruction_set: int, /) -> bool:
     """Whether this processor has an InstructionSet, and the kernels were built for it."""
+
+def use_lanes(lanes: int, /) -> bool:
+    """From now on the portable kernels use registers of that many lanes (0: the best). False, and no change, if this
+    processor has none."""

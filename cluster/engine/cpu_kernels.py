@@ -1,4 +1,4 @@
-"""The compiled kernels for CPUs with AVX-512 (`kernels/`), and the instructions of a processor that they use."""
+"""The compiled kernels for CPUs (`kernels/`), and the instructions of a processor that they use."""
 
 from __future__ import annotations
 
@@ -25,9 +25,17 @@ try:
 except ImportError:  # there was no C compiler at installation
     kernels = None  # type: ignore[assignment]
 
-LANES = 16  # float32 numbers in a register, as in kernels.h
+LANES = 16  # float32 numbers in a vector, as in vector.h
 VARIABLE = "OUTRIDER_CPU_ISA"
+LANES_VARIABLE = "OUTRIDER_CPU_LANES"  # for tests: 16, 8 or 4 numbers in a register, which changes no bit
 NO_KERNELS = "none"  # value of the variable with which PyTorch's operators run
+
+if (
+    kernels is not None
+    and not kernels.use_lanes(int(os.environ.get(LANES_VARIABLE) or 0))
+    and LANES_VARIABLE in os.environ
+):
+    raise ConfigurationError(f"{LANES_VARIABLE}={os.environ[LANES_VARIABLE]} is not available on this processor")
 
 
 class InstructionSet(enum.IntEnum):
@@ -36,7 +44,8 @@ class InstructionSet(enum.IntEnum):
     A set with a larger number is faster. Each set rounds differently.
     """
 
-    AVX512 = 0
+    PORTABLE = 0
+    "The same bits on every processor, with registers of any width."
     AVX512_BF16 = 1
     AMX = 2
     AMX_EMULATED = 3
@@ -64,15 +73,15 @@ def why_no_kernels() -> str | None:
         return (
             "The kernels were not built: install a C compiler and Python's headers (gcc, python3-dev), then reinstall"
         )
-    if not InstructionSet.AVX512.is_supported:
-        return "The kernels need a processor with AVX-512"
+    if not InstructionSet.PORTABLE.is_supported:
+        return "The kernels need a processor with AVX2 and FMA, or an ARM processor of 64 bits"
     return None
 
 
 def instruction_set(dtype: torch.dtype) -> InstructionSet:
     """Returns the best instruction set for a model in `dtype`, or the one that `OUTRIDER_CPU_ISA` names.
 
-    For a model in float32, always returns AVX512, which computes in float32. Requires `has_kernels`. Raises
+    For a model in float32, always returns PORTABLE, which computes in float32. Requires `has_kernels`. Raises
     ConfigurationError if the variable names an unknown or unsupported set.
     """
     name = os.environ.get(VARIABLE)
@@ -83,7 +92,7 @@ def instruction_set(dtype: torch.dtype) -> InstructionSet:
             f"{VARIABLE}={name} is not available: this processor lacks it, or the kernels were built without it"
         )
     if dtype == torch.float32:
-        return InstructionSet.AVX512
+        return InstructionSet.PORTABLE
     return _CHOICES[name] if name else best_instruction_set()
 
 

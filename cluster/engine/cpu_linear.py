@@ -13,7 +13,7 @@ from cluster.engine.quantization import QuantizedWeight
 class KernelLinear:
     """Product of float32 rows with a weight, which is stored in the order in which the kernel reads it.
 
-    `using`: set of instructions; by default the best for the weight's dtype. All sets except AVX512 round the rows to
+    `using`: set of instructions; by default the best for the weight's dtype. All sets except PORTABLE round the rows to
     bfloat16, and reject a weight in float32. The attribute `weight` contains the fields of a Weight of kernels.h as
     numbers, which are valid while this object exists.
     """

@@ -1,4 +1,4 @@
-"""The decoder on a CPU with AVX-512: a forward pass is one call of the kernels (`kernels/decoder.c`).
+"""The decoder on a CPU: a forward pass is one call of the kernels (`kernels/decoder.c`).
 
 The kernels compute the same operations as `TorchModel`, in the same order. Activations stay in float32 for any dtype of
 weights and KV, because rounding them would only cost time. Only products with bfloat16 instructions round their inputs.

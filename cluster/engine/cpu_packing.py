@@ -1,4 +1,4 @@
-"""Packs weights in the order in which the CPU kernels read them (`kernels/linear_avx512.c` and `kernels/blocks.h`).
+"""Packs weights in the order in which the CPU kernels read them (`kernels/linear_portable.c` and `kernels/blocks.h`).
 
 The last panel is padded with zeros, without a copy of the whole weight.
 """
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from cluster.engine import huge_pages
 from cluster.engine.cpu_kernels import LANES, InstructionSet
 
-_WIDE_PANEL = 64  # outputs whose weights are stored together, as in linear_avx512.c
+_WIDE_PANEL = 64  # outputs whose weights are stored together, as in linear_portable.c
 _BLOCK = 32  # inputs, and outputs, of a block, as in blocks.h
 
 
@@ -32,7 +32,7 @@ def pack_weight(
     """Packs `weight` [out_features, in_features] into [panels, ...]. INT4 weights are given as int8."""
     out_features, n = weight.shape
     is_int4 = weight_format is Format.INT4
-    if instruction_set is InstructionSet.AVX512:
+    if instruction_set is InstructionSet.PORTABLE:
         panel, fill = _WIDE_PANEL, _FILL_WIDE[weight_format]
         shape = (n // 2, _WIDE_PANEL) if is_int4 else (n, _WIDE_PANEL)
     else:
@@ -54,7 +54,7 @@ def pack_weight(
 
 def pack_scales(scales: torch.Tensor, instruction_set: InstructionSet) -> torch.Tensor:
     """Packs `scales` [out_features, groups] into [panels, groups, outputs of a panel]."""
-    panel = _WIDE_PANEL if instruction_set is InstructionSet.AVX512 else _BLOCK
+    panel = _WIDE_PANEL if instruction_set is InstructionSet.PORTABLE else _BLOCK
     padded = F.pad(scales, (0, 0, 0, -scales.shape[0] % panel))
     return padded.view(-1, panel, scales.shape[1]).transpose(1, 2).contiguous()
 

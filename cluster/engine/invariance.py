@@ -26,7 +26,7 @@ def check_invariance(runner: ModelRunner) -> None:
     """
     if not runner.model.is_invariant:
         raise ConfigurationError(
-            "numerics 'invariant' needs the CPU kernels (AVX-512, built at installation) or, on a GPU, Triton; here "
+            "numerics 'invariant' needs the CPU kernels (built at installation) or, on a GPU, Triton; here "
             "PyTorch's operators would run, which choose a kernel by the number of rows: use numerics 'fast'"
         )
     token_ids = [1 + i * 7919 % (runner.model.config.vocab_size - 1) for i in range(_NUM_TOKENS)]

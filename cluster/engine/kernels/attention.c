@@ -26,7 +26,7 @@ static int64_t count_parts(const Attention *a, Cut cut) {
 }
 
 /* Of 16 queries that share the keys and values of a head, about: what is summed stays in the first cache. */
-static Cut cut_for_avx512(int64_t group) { return (Cut){group < 16 ? 16 / group : 1, 1}; }
+static Cut cut_for_lanes(int64_t group) { return (Cut){group < 16 ? 16 / group : 1, 1}; }
 
 /*
  * The more rows, the fewer times a context is read; and neighbouring heads, whose keys and values lie beside each other,
@@ -52,7 +52,7 @@ int attention(const Attention *a, int num_threads) {
         const int64_t rows = a->row_starts[s + 1] - a->row_starts[s];
         if (rows > max_rows) max_rows = rows;
     }
-    const Cut cut = has_tiles ? cut_for_tiles(a, group, max_rows, num_threads) : cut_for_avx512(group);
+    const Cut cut = has_tiles ? cut_for_tiles(a, group, max_rows, num_threads) : cut_for_lanes(group);
     const int64_t count = count_parts(a, cut);
     Part *parts = malloc((size_t)count * sizeof(Part)), *next = parts;
     if (parts == NULL) return -1;
@@ -63,8 +63,10 @@ int attention(const Attention *a, int num_threads) {
                 *next++ = (Part){s, row, rows - row < cut.rows ? rows - row : cut.rows, head, cut.heads};
     }
     const Parts job = {a, parts, count, (max_rows < cut.rows ? max_rows : cut.rows) * group};
-    if (!has_tiles) attention_avx512(&job, num_threads);
+    if (!has_tiles) portable->attention(&job, num_threads);
+#if defined(__x86_64__)
     else if (a->instruction_set == AMX_EMULATED) attention_amx_emulated(&job, num_threads);
+#endif
 #if KNOWS_AMX
     else attention_amx(&job, num_threads);
 #endif

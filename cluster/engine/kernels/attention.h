@@ -3,33 +3,31 @@
 #define OUTRIDER_ATTENTION_H
 
 #include "instruction_sets.h"
-#include "kernels.h"
 
 /* One task: neighbouring rows of a segment at neighbouring KV heads. */
 typedef struct {
     int64_t segment, first_row, num_rows, first_head, num_heads;
 } Part;
 
-typedef struct {
+typedef struct Parts {
     const Attention *attention;
     const Part *parts;
     int64_t count, max_queries; /* of a part at a head */
 } Parts;
 
-void attention_avx512(const Parts *parts, int num_threads);
 void attention_amx(const Parts *parts, int num_threads);
 void attention_amx_emulated(const Parts *parts, int num_threads);
 
-INLINE int64_t group_of(const Attention *a) { return a->num_heads / a->num_kv_heads; } /* queries that share a KV head */
+static inline int64_t group_of(const Attention *a) { return a->num_heads / a->num_kv_heads; } /* queries that share a KV head */
 
-INLINE int64_t first_row_of(const Attention *a, const Part *p) { return a->row_starts[p->segment] + p->first_row; }
+static inline int64_t first_row_of(const Attention *a, const Part *p) { return a->row_starts[p->segment] + p->first_row; }
 
 /* Query `q` of a part at a KV head, and its place in `y`. */
-INLINE const float *query_of(const Attention *a, const Part *p, int64_t kv_head, int64_t q) {
+static inline const float *query_of(const Attention *a, const Part *p, int64_t kv_head, int64_t q) {
     const int64_t group = group_of(a), row_size = (a->num_heads + 2 * a->num_kv_heads) * a->head_dim;
     return a->qkv + (first_row_of(a, p) + q / group) * row_size + (kv_head * group + q % group) * a->head_dim;
 }
-INLINE float *answer_of(const Attention *a, const Part *p, int64_t kv_head, int64_t q) {
+static inline float *answer_of(const Attention *a, const Part *p, int64_t kv_head, int64_t q) {
     const int64_t group = group_of(a), head = kv_head * group + q % group;
     return a->y + ((first_row_of(a, p) + q / group) * a->num_heads + head) * a->head_dim;
 }
@@ -39,7 +37,7 @@ INLINE float *answer_of(const Attention *a, const Part *p, int64_t kv_head, int6
 typedef void (*Visit)(void *progress, int64_t start, const int64_t *path, int64_t first, int64_t end);
 
 /* Indices in the cache of the first head's vectors at `count` positions from `start`. */
-INLINE void find(const Attention *a, const Part *p, int64_t start, int64_t count, const int64_t *path, int64_t *indices) {
+static inline void find(const Attention *a, const Part *p, int64_t start, int64_t count, const int64_t *path, int64_t *indices) {
     const int64_t *table = a->block_tables + p->segment * a->table_len, base = a->prefix_lens[p->segment];
     const int64_t stride = a->num_kv_heads * a->head_dim, head = p->first_head * a->head_dim;
     int64_t block = start / a->block_size, offset = start % a->block_size; /* a division takes as long as a row of keys */
@@ -55,7 +53,7 @@ INLINE void find(const Attention *a, const Part *p, int64_t start, int64_t count
 }
 
 /* Visits all chunks of `chunk` positions that a part's queries see, from the first on. */
-INLINE void walk(const Attention *a, const Part *p, const int64_t chunk, const Visit visit, void *progress) {
+static inline void walk(const Attention *a, const Part *p, const int64_t chunk, const Visit visit, void *progress) {
     const int64_t group = group_of(a), first_row = first_row_of(a, p);
     const int64_t *positions = a->positions + first_row;
     /* Everything before the segment's own tokens is seen by all of its rows, as far as their window reaches. */

@@ -7,14 +7,16 @@
  *
  * Compiled a second time by attention_amx_emulated.c.
  */
-#include "attention.h"
-#include "tiles.h"
-#include "transpose.h"
+#include "instruction_sets.h"
+
+#if KNOWS_AMX || defined(EMULATE_TILES)
 
 #include <math.h>
 #include <string.h>
 
-#if KNOWS_AMX || defined(EMULATE_TILES)
+#include "attention.h"
+#include "tiles.h"
+#include "transpose.h"
 
 #ifdef EMULATE_TILES
 #define ATTENTION attention_amx_emulated

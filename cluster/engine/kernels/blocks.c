@@ -1,3 +1,5 @@
+#if defined(__x86_64__)
+
 #include "blocks.h"
 
 #include <string.h>
@@ -38,3 +40,5 @@ Rows round_rows(const Linear *l, int64_t max_height, int num_threads) {
     parallel_for(round_row, &job, num_tiles * height, useful_threads(l->num_rows, l->weight->in_features, num_threads));
     return (Rows){(const uint16_t *)l->scratch, num_tiles, height};
 }
+
+#endif

@@ -16,6 +16,7 @@
 #ifndef OUTRIDER_BLOCKS_H
 #define OUTRIDER_BLOCKS_H
 
+#include "avx512.h"
 #include "kernels.h"
 
 #define BLOCK 32 /* inputs, and outputs, of a block */

@@ -1,7 +1,7 @@
 /* A whole forward pass, without going back to Python in between. */
 #include <string.h>
 
-#include "kernels.h"
+#include "instruction_sets.h"
 
 static int64_t qkv_size(const Model *m) { return (m->num_heads + 2 * m->num_kv_heads) * m->head_dim; }
 
@@ -30,26 +30,21 @@ static void project(const Step *s, const Weight *weight, const float *x, float *
     linear(&job, num_threads);
 }
 
-TARGET static void embed(const Model *m, const Step *s, float *hidden) {
+static void embed(const Model *m, const Step *s, float *hidden) {
+    const int64_t size = m->hidden_size;
     for (int64_t row = 0; row < s->num_rows; row++)
-        for (int64_t i = 0; i < m->hidden_size; i += LANES) {
-            const __mmask16 mask = first_lanes(m->hidden_size - i);
-            const int64_t index = s->token_ids[row] * m->hidden_size + i;
-            _mm512_mask_storeu_ps(hidden + row * m->hidden_size + i, mask,
-                                  load(m->embedding, index, mask, (int)m->is_bfloat16));
-        }
+        portable->widen(m->embedding, s->token_ids[row] * size, size, (int)m->is_bfloat16, hidden + row * size);
 }
 
 /* Stores x, the states after `layer` layers, in the slots of the rows, if the model captures these states. */
-TARGET static void capture(const Model *m, const Step *s, const float *x, int64_t layer) {
+static void capture(const Model *m, const Step *s, const float *x, int64_t layer) {
+    const int64_t size = m->hidden_size;
     for (int64_t place = 0; place < m->num_captured; place++) {
         if (m->captured_layers[place] != layer) continue;
-        for (int64_t row = 0; row < s->num_rows; row++)
-            for (int64_t i = 0; i < m->hidden_size; i += LANES) {
-                const __mmask16 mask = first_lanes(m->hidden_size - i);
-                const int64_t index = (s->slots[row] * m->num_captured + place) * m->hidden_size + i;
-                store(m->states, index, mask, _mm512_maskz_loadu_ps(mask, x + row * m->hidden_size + i), (int)m->is_bfloat16);
-            }
+        for (int64_t row = 0; row < s->num_rows; row++) {
+            const int64_t index = (s->slots[row] * m->num_captured + place) * size;
+            portable->narrow(x + row * size, size, (int)m->is_bfloat16, m->states, index);
+        }
     }
 }
 
@@ -82,7 +77,7 @@ int decode(const Model *m, const Step *s, int num_threads) {
             attention_input = s->attention_input;
         } else {
             const Norm input_norm = {hidden, i > 0 ? delta : NULL, l->input_norm, normed, size, s->eps};
-            add_rms_norm(&input_norm, n, num_threads);
+            portable->add_rms_norm(&input_norm, n, num_threads);
         }
         capture(m, s, hidden, i);
         project(s, &l->qkv, attention_input, qkv, n, num_threads);
@@ -91,7 +86,7 @@ int decode(const Model *m, const Step *s, int num_threads) {
             .keys = l->keys, .values = l->values, .num_heads = m->num_heads, .num_kv_heads = m->num_kv_heads,
             .head_dim = m->head_dim, .is_bfloat16 = (int)m->is_bfloat16, .eps = s->eps,
         };
-        rotate_and_store(&rotary, n, num_threads);
+        portable->rotate_and_store(&rotary, n, num_threads);
         const Attention attend = {
             .qkv = qkv, .keys = l->keys, .values = l->values, .y = attended, .row_starts = s->row_starts,
             .prefix_lens = s->prefix_lens, .block_tables = s->block_tables, .positions = s->positions,
@@ -103,22 +98,22 @@ int decode(const Model *m, const Step *s, int num_threads) {
         if (attention(&attend, num_threads) < 0) return -1;
         project(s, &l->output, attended, delta, n, num_threads);
         const Norm post_attention_norm = {hidden, delta, l->post_attention_norm, normed, size, s->eps};
-        add_rms_norm(&post_attention_norm, n, num_threads);
+        portable->add_rms_norm(&post_attention_norm, n, num_threads);
         project(s, &l->gate_up, normed, gate_up, n, num_threads);
         const Gate gate = {gate_up, product, m->intermediate_size};
-        silu_and_mul(&gate, n, num_threads);
+        portable->silu_and_mul(&gate, n, num_threads);
         project(s, &l->down, product, delta, n, num_threads);
     }
     const Norm norm = {hidden, m->num_layers > 0 ? delta : NULL, m->norm, normed, size, s->eps};
     if (captures_end(m)) {
-        add_rms_norm(&norm, n, num_threads);
+        portable->add_rms_norm(&norm, n, num_threads);
         capture(m, s, hidden, m->num_layers);
         capture(m, s, normed, AFTER_NORM);
         keep_logit_rows(m, s, normed);
     } else {
         keep_logit_rows(m, s, hidden);
         keep_logit_rows(m, s, delta);
-        add_rms_norm(&norm, s->num_logit_rows, num_threads);
+        portable->add_rms_norm(&norm, s->num_logit_rows, num_threads);
     }
     project(s, &m->head, normed, s->logits, s->num_logit_rows, num_threads);
     return 0;

@@ -1,10 +1,14 @@
-/* What products may use here. */
+/* What the kernels may use here. */
+#include "instruction_sets.h"
+
+const Portable *portable;
+
+#if defined(__x86_64__)
+
 #include <cpuid.h>
 #include <pthread.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-
-#include "linear.h"
 
 /* Of Linux's <asm/prctl.h>, which the headers of older systems lack. */
 #define REQUEST_PERMISSION 0x1023
@@ -29,13 +33,34 @@ static int has_tiles(void) {
     return has_permission;
 }
 
+static const Portable *with_lanes(int64_t lanes) {
+    const int has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    if (lanes == 4) return &portable_4; /* the processor's base: exact without instructions that fuse, but slow */
+    if (has_avx512() && lanes != 8) return lanes == 16 || lanes == 0 ? &portable_16 : NULL;
+    return has_avx2 && (lanes == 8 || lanes == 0) ? &portable_8 : NULL;
+}
+
 int is_supported(InstructionSet set) {
-    if (!has_avx512()) return 0;
     switch (set) {
-        case AVX512: return 1;
-        case AVX512_BF16: return KNOWS_AVX512_BF16 && __builtin_cpu_supports("avx512bf16");
-        case AMX: return KNOWS_AMX && has_tiles();
-        case AMX_EMULATED: return 1;
+        case PORTABLE: return portable != NULL;
+        case AVX512_BF16: return has_avx512() && KNOWS_AVX512_BF16 && __builtin_cpu_supports("avx512bf16");
+        case AMX: return has_avx512() && KNOWS_AMX && has_tiles();
+        case AMX_EMULATED: return has_avx512();
     }
+    return 0;
+}
+
+#else
+
+static const Portable *with_lanes(int64_t lanes) { return lanes == 4 || lanes == 0 ? &portable_4 : NULL; }
+
+int is_supported(InstructionSet set) { return set == PORTABLE; }
+
+#endif
+
+int use_lanes(int64_t lanes) {
+    const Portable *found = with_lanes(lanes);
+    if (found == NULL) return -1;
+    portable = found;
     return 0;
 }

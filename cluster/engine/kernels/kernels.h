@@ -1,6 +1,7 @@
 /*
- * The CPU engine's kernels: AVX-512, float32 arithmetic; weights in float32, bfloat16 or integers, KV in float32
- * or bfloat16. Products with weights that are not in float32 use the units for bfloat16 where there are any.
+ * The CPU engine's kernels: float32 arithmetic with the same bits on every processor (portable.h); weights in float32,
+ * bfloat16 or integers, KV in float32 or bfloat16. Products with weights that are not in float32 use the units for
+ * bfloat16 where there are any.
  *
  * A row's result has the same bits whatever the other rows of a step, the number of threads and the way a prompt
  * is cut into chunks: every sum runs in an order that is fixed by the model's shape and the row's position.
@@ -8,13 +9,9 @@
 #ifndef OUTRIDER_KERNELS_H
 #define OUTRIDER_KERNELS_H
 
-#include <immintrin.h>
 #include <stdatomic.h>
+#include <stddef.h>
 #include <stdint.h>
-
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq")))
-#define INLINE static inline __attribute__((always_inline)) TARGET
-#define LANES 16
 
 /* parallel.c: task(job, i) for every i below count, on up to num_threads threads, the caller's included. */
 typedef void (*Task)(const void *job, int64_t item);
@@ -34,18 +31,21 @@ int64_t next_of(Shares *shares, int64_t share); /* an item, or -1 when none is l
 int useful_threads(int64_t num_rows, int64_t row_size, int num_threads);
 
 /* instruction_sets.c */
-typedef enum { AVX512, AVX512_BF16, AMX, AMX_EMULATED } InstructionSet; /* of products; the last one for tests */
+typedef enum { PORTABLE, AVX512_BF16, AMX, AMX_EMULATED } InstructionSet; /* of products; the last one for tests */
 int is_supported(InstructionSet set); /* here: by compiler, processor and system */
+/* From now on the portable kernels use registers of that many lanes (16, 8 or 4; 0: the widest that are fast), which
+   changes no bit; 0, or -1 where there are none. */
+int use_lanes(int64_t lanes);
 
 /* linear.c */
 typedef enum { FLOAT32, BFLOAT16, INT8, INT4 } Format; /* of weights */
 typedef struct {
-    const void *panels;  /* for AVX512 as linear_avx512.c says, else as blocks.h does */
+    const void *panels;  /* for PORTABLE as linear_portable.c says, else as blocks.h does */
     const float *scales; /* integers only: [panels, in_features / group_size, outputs of a panel] */
     const float *bias;   /* [out_features] or NULL */
     int64_t in_features, out_features, group_size;
     int64_t format;          /* a Format */
-    int64_t instruction_set; /* an InstructionSet; of weights in FLOAT32 always AVX512 */
+    int64_t instruction_set; /* an InstructionSet; of weights in FLOAT32 always PORTABLE */
 } Weight;
 typedef struct {
     const float *x; /* [num_rows, in_features] */
@@ -75,7 +75,7 @@ typedef struct {
 } Attention;
 int attention(const Attention *attention, int num_threads); /* 0, or -1 without memory */
 
-/* elementwise.c */
+/* elementwise_portable.c, by way of portable.h */
 typedef struct {
     float *hidden;       /* [num_rows, size]; delta is added to it */
     const float *delta;  /* [num_rows, size] or NULL */
@@ -84,14 +84,12 @@ typedef struct {
     int64_t size;
     float eps;
 } Norm;
-void add_rms_norm(const Norm *norm, int64_t num_rows, int num_threads);
 
 typedef struct {
     const float *x; /* [num_rows, 2 * size]: gate, up */
     float *y;       /* [num_rows, size] */
     int64_t size;
 } Gate;
-void silu_and_mul(const Gate *gate, int64_t num_rows, int num_threads);
 
 typedef struct {
     float *qkv;               /* as above; queries are rotated in place */
@@ -104,7 +102,6 @@ typedef struct {
     int is_bfloat16;
     float eps; /* of the norm */
 } Rotary;
-void rotate_and_store(const Rotary *rotary, int64_t num_rows, int num_threads);
 
 /* decoder.c */
 typedef struct { /* 64-bit numbers only: Python fills it as a row of a table */
@@ -137,44 +134,5 @@ typedef struct {
 } Step;
 int64_t scratch_size(const Model *model);
 int decode(const Model *model, const Step *step, int num_threads); /* 0, or -1 without memory */
-
-INLINE __mmask16 first_lanes(int64_t count) { return count >= LANES ? 0xffff : (__mmask16)((1u << count) - 1); }
-
-INLINE __m512 widen(__m256i halves) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
-}
-
-/* Lanes of element `index` and after, of a float32 or bfloat16 array. */
-INLINE __m512 load(const void *array, int64_t index, __mmask16 mask, int is_bfloat16) {
-    if (!is_bfloat16) return _mm512_maskz_loadu_ps(mask, (const float *)array + index);
-    return widen(_mm256_maskz_loadu_epi16(mask, (const uint16_t *)array + index));
-}
-
-/* Rounds to nearest, ties to even, as PyTorch does. */
-INLINE void store(void *array, int64_t index, __mmask16 mask, __m512 x, int is_bfloat16) {
-    if (!is_bfloat16) {
-        _mm512_mask_storeu_ps((float *)array + index, mask, x);
-        return;
-    }
-    __m512i bits = _mm512_castps_si512(x);
-    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-    /* Rounding could turn a NaN into an infinity. */
-    __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-    rounded = _mm512_mask_mov_epi32(rounded, is_nan, _mm512_set1_epi32(0x7fc00000));
-    _mm256_mask_storeu_epi16((uint16_t *)array + index, mask, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
-}
-
-/* e^x within 2 units in the last place; x is clamped to where e^x is a normal number. */
-INLINE __m512 exp_ps(__m512 x) {
-    x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-87.0f)), _mm512_set1_ps(88.0f));
-    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
-    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x); /* ln 2 in two parts */
-    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-    __m512 p = _mm512_set1_ps(1.0f / 5040);
-    const float coefficients[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
-    for (int i = 0; i < 7; i++) p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(coefficients[i]));
-    return _mm512_scalef_ps(p, n);
-}
 
 #endif

@@ -6,22 +6,32 @@
  */
 #include "linear.h"
 
+#include "instruction_sets.h"
+
+#if defined(__x86_64__)
 #include "blocks.h"
+#endif
 
 int64_t linear_scratch_size(const Weight *weight) {
-    return weight->instruction_set == AVX512 ? 0 : blocks_of(weight).num_blocks * BLOCK;
+#if defined(__x86_64__)
+    if (weight->instruction_set != PORTABLE) return blocks_of(weight).num_blocks * BLOCK;
+#endif
+    (void)weight;
+    return 0;
 }
 
 void linear(const Linear *l, int num_threads) {
     switch ((InstructionSet)l->weight->instruction_set) {
-        case AVX512: linear_avx512(l, num_threads); break;
+        case PORTABLE: portable->linear(l, num_threads); break;
 #if KNOWS_AVX512_BF16
         case AVX512_BF16: linear_bf16(l, num_threads); break;
 #endif
 #if KNOWS_AMX
         case AMX: linear_amx(l, num_threads); break;
 #endif
+#if defined(__x86_64__)
         case AMX_EMULATED: linear_amx_emulated(l, num_threads); break;
+#endif
         default: break; /* Python lays nothing out for what is not supported */
     }
 }

@@ -2,10 +2,8 @@
 #ifndef OUTRIDER_LINEAR_H
 #define OUTRIDER_LINEAR_H
 
-#include "instruction_sets.h"
 #include "kernels.h"
 
-void linear_avx512(const Linear *linear, int num_threads);
 void linear_bf16(const Linear *linear, int num_threads);
 void linear_amx(const Linear *linear, int num_threads);
 void linear_amx_emulated(const Linear *linear, int num_threads);

@@ -4,11 +4,13 @@
  *
  * Compiled a second time by linear_amx_emulated.c.
  */
+#include "instruction_sets.h"
+
+#if KNOWS_AMX || defined(EMULATE_TILES)
+
 #include "blocks.h"
 #include "linear.h"
 #include "tiles.h"
-
-#if KNOWS_AMX || defined(EMULATE_TILES)
 
 #ifdef EMULATE_TILES
 #define LINEAR linear_amx_emulated

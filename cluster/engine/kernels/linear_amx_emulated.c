@@ -1,3 +1,5 @@
 /* The kernels for tiles, on an emulation of their instructions: for tests. */
+#if defined(__x86_64__)
 #define EMULATE_TILES
 #include "linear_amx.c"
+#endif

@@ -1,11 +1,13 @@
 /*
- * Products by dot products of pairs of bfloat16 numbers (AVX512-BF16): a lane is an output, as in linear_avx512.c, and
+ * Products by dot products of pairs of bfloat16 numbers (AVX512-BF16): a lane is an output, as in linear_portable.c, and
  * takes two inputs at once.
  */
-#include "blocks.h"
-#include "linear.h"
+#include "instruction_sets.h"
 
 #if KNOWS_AVX512_BF16
+
+#include "blocks.h"
+#include "linear.h"
 
 #define BF16_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
 #define BF16_INLINE static inline __attribute__((always_inline)) BF16_TARGET /* INLINE has a target already */

@@ -5,11 +5,13 @@
  * had begun and nothing else. (OpenMP's barrier waits for every thread of the team.)
  */
 #define _GNU_SOURCE /* pthread_setname_np */
-#include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
+#ifdef __linux__
+#include <linux/futex.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#endif
 
 #include "kernels.h"
 
@@ -21,6 +23,35 @@
 #define SPINS_BEFORE_YIELD 20000
 /* A handful of rows is done before another thread would wake up. */
 #define MIN_FLOATS_TO_SHARE 65536
+
+#if defined(__x86_64__)
+#define PAUSE() __builtin_ia32_pause()
+#elif defined(__aarch64__)
+#define PAUSE() __asm__ volatile("yield")
+#else
+#define PAUSE() (void)0
+#endif
+
+#ifdef __linux__
+static void sleep_while(_Atomic uint32_t *number, uint32_t value) {
+    syscall(SYS_futex, number, FUTEX_WAIT_PRIVATE, value, NULL, NULL, 0);
+}
+static void wake_all(_Atomic uint32_t *number) { syscall(SYS_futex, number, FUTEX_WAKE_PRIVATE, MAX_THREADS, NULL, NULL, 0); }
+#else
+static pthread_mutex_t sleeping = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t waking = PTHREAD_COND_INITIALIZER;
+static void sleep_while(_Atomic uint32_t *number, uint32_t value) {
+    pthread_mutex_lock(&sleeping);
+    if (atomic_load(number) == value) pthread_cond_wait(&waking, &sleeping);
+    pthread_mutex_unlock(&sleeping);
+}
+static void wake_all(_Atomic uint32_t *number) {
+    (void)number;
+    pthread_mutex_lock(&sleeping);
+    pthread_cond_broadcast(&waking);
+    pthread_mutex_unlock(&sleeping);
+}
+#endif
 
 /*
  * The ticket says which job is open and which of its items is next: (generation << 32) | item. Claiming an item
@@ -60,18 +91,20 @@ static void work(void) {
 static void *worker(void *number) {
     const uint32_t index = (uint32_t)(uintptr_t)number;
     uint32_t seen = 0, wanted;
+#ifdef __linux__
     pthread_setname_np(pthread_self(), POOL_NAME);
+#endif
     for (;;) {
         while (index >= (wanted = atomic_load_explicit(&num_wanted, memory_order_acquire))) {
-            syscall(SYS_futex, &num_wanted, FUTEX_WAIT_PRIVATE, wanted, NULL, NULL, 0);
+            sleep_while(&num_wanted, wanted);
         }
         for (int spins = 0; atomic_load_explicit(&num_opened, memory_order_acquire) == seen; spins++) {
             if (spins < SPINS_BEFORE_SLEEP) {
-                _mm_pause();
+                PAUSE();
                 continue;
             }
             atomic_fetch_add(&num_sleeping, 1);
-            syscall(SYS_futex, &num_opened, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
+            sleep_while(&num_opened, seen);
             atomic_fetch_sub(&num_sleeping, 1);
             spins = 0;
         }
@@ -94,7 +127,7 @@ static void want_workers(uint32_t wanted) {
     start_workers((int)wanted);
     if (atomic_load_explicit(&num_wanted, memory_order_relaxed) == wanted) return;
     atomic_store(&num_wanted, wanted);
-    syscall(SYS_futex, &num_wanted, FUTEX_WAKE_PRIVATE, num_workers, NULL, NULL, 0);
+    wake_all(&num_wanted);
 }
 
 void parallel_for(Task task, const void *job, int64_t count, int num_threads) {
@@ -111,10 +144,10 @@ void parallel_for(Task task, const void *job, int64_t count, int num_threads) {
     atomic_store_explicit(&open_job.count, (uint32_t)count, memory_order_release);
     atomic_store(&ticket, generation << 32);
     atomic_fetch_add(&num_opened, 1);
-    if (atomic_load(&num_sleeping) > 0) syscall(SYS_futex, &num_opened, FUTEX_WAKE_PRIVATE, num_workers, NULL, NULL, 0);
+    if (atomic_load(&num_sleeping) > 0) wake_all(&num_opened);
     work();
     for (int spins = 0; atomic_load_explicit(&num_done, memory_order_acquire) < count; spins++) {
-        if (spins < SPINS_BEFORE_YIELD) _mm_pause();
+        if (spins < SPINS_BEFORE_YIELD) PAUSE();
         else sched_yield();
     }
     atomic_store(&ticket, (generation << 32) | CLOSED);

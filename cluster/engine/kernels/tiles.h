@@ -5,7 +5,9 @@
 #ifndef OUTRIDER_TILES_H
 #define OUTRIDER_TILES_H
 
-#include "kernels.h"
+#include <stdint.h>
+
+#include "avx512.h"
 
 typedef struct { /* as the processor reads it */
     uint8_t palette, start_row, reserved[14];

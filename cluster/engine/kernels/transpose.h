@@ -1,7 +1,7 @@
 #ifndef OUTRIDER_TRANSPOSE_H
 #define OUTRIDER_TRANSPOSE_H
 
-#include "kernels.h"
+#include "avx512.h"
 
 /* 16 rows become 16 columns: a lane of column c is a row. */
 INLINE void turn_round(__m512 *a) {

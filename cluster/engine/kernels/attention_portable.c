@@ -1,0 +1,190 @@
+/*
+ * Attention in float32, in chunks of 16 positions. Keys are turned round once a chunk, so that a lane holds one position
+ * for all queries of their head. A score is one lane and one chain over the dimensions, a sum of values one lane and one
+ * chain over the positions; only a chunk's maximum and total cross lanes, in an order that no width changes.
+ */
+#define CHUNK LANES
+#define MAX_QUERIES 4 /* that run beside each other */
+#if WIDTH == 16
+#define SUMS 4 /* registers of a query's sums that do */
+#else
+#define SUMS 2
+#endif
+
+/* Where the 16 vectors of a chunk begin in the cache, for the head that is looked at. */
+typedef struct {
+    int64_t indices[CHUNK];
+    int64_t count;
+} Places;
+
+/* A lane for each of one head's keys, dimension by dimension. Lanes without a key have that of another. */
+INLINE void gather_columns(const Attention *a, const Places *places, float *columns) {
+    if (a->is_bfloat16 && a->head_dim % (2 * LANES) == 0) {
+        /* Two dimensions are turned round as one number, and are apart then: half of the work. */
+        for (int64_t d = 0; d < a->head_dim; d += 2 * WIDTH)
+            for (int64_t i = 0; i < CHUNK; i += WIDTH) {
+                Floats pairs[WIDTH];
+                UNROLL for (int64_t r = 0; r < WIDTH; r++)
+                    pairs[r] = (Floats)*(const LooseInts *)((const uint16_t *)a->keys + places->indices[i + r] + d);
+                turn_round(pairs);
+                UNROLL for (int64_t c = 0; c < WIDTH; c++) {
+                    float *column = columns + (d + 2 * c) * CHUNK + i;
+                    store_floats(column, (Floats)((Ints)pairs[c] << 16));
+                    store_floats(column + CHUNK, (Floats)((Ints)pairs[c] & (int32_t)0xffff0000));
+                }
+            }
+        return;
+    }
+    for (int64_t d = 0; d < a->head_dim; d += WIDTH)
+        for (int64_t i = 0; i < CHUNK; i += WIDTH) {
+            Floats rows[WIDTH];
+            UNROLL for (int64_t r = 0; r < WIDTH; r++) {
+                const int64_t index = places->indices[i + r] + d;
+                rows[r] = a->is_bfloat16 ? widen_halves((const uint16_t *)a->keys + index)
+                                         : load_floats((const float *)a->keys + index);
+            }
+            turn_round(rows);
+            UNROLL for (int64_t c = 0; c < WIDTH; c++) store_floats(columns + (d + c) * CHUNK + i, rows[c]);
+        }
+}
+
+/* One head's values; nought beyond. */
+INLINE void gather_rows(const Attention *a, const Places *places, float *rows) {
+    for (int64_t i = 0; i < places->count; i++)
+        for (int64_t d = 0; d < a->head_dim; d += LANES)
+            store(rows + i * a->head_dim + d, load_any(a->values, places->indices[i] + d, LANES, a->is_bfloat16));
+    memset(rows + places->count * a->head_dim, 0, (size_t)((CHUNK - places->count) * a->head_dim) * sizeof *rows);
+}
+
+/* Scores of a chunk for `count` (a constant) queries. */
+INLINE void score(const float *const *queries, const float *columns, int64_t head_dim, const int count, Vector *scores) {
+    Vector sums[MAX_QUERIES];
+    UNROLL for (int q = 0; q < count; q++) sums[q] = all(0);
+    for (int64_t d = 0; d < head_dim; d++) {
+        const Vector column = load(columns + d * CHUNK);
+        UNROLL for (int q = 0; q < count; q++) sums[q] = fma_v(all(queries[q][d]), column, sums[q]);
+    }
+    UNROLL for (int q = 0; q < count; q++) scores[q] = sums[q];
+}
+
+/* What some queries take from a chunk. */
+typedef struct {
+    float *sums[MAX_QUERIES], scales[MAX_QUERIES], weights[MAX_QUERIES][CHUNK];
+    int64_t count;
+} Taken;
+
+/* sums = sums * scale + weights . values for `count` (a constant) queries, and `size` (too) registers from `d`. */
+INLINE void accumulate_at(
+    const Taken *t, const float *values, int64_t head_dim, int64_t d, const int size, const int count) {
+    Floats sums[MAX_QUERIES][SUMS + PARTS];
+    UNROLL for (int q = 0; q < count; q++)
+        UNROLL for (int k = 0; k < size; k++) sums[q][k] = load_floats(t->sums[q] + d + WIDTH * k) * all_of(t->scales[q]);
+    for (int64_t i = 0; i < CHUNK; i++) {
+        Floats value[SUMS + PARTS];
+        UNROLL for (int k = 0; k < size; k++) value[k] = load_floats(values + i * head_dim + d + WIDTH * k);
+        UNROLL for (int q = 0; q < count; q++) {
+            const Floats weight = all_of(t->weights[q][i]);
+            UNROLL for (int k = 0; k < size; k++) sums[q][k] = fma_of(weight, value[k], sums[q][k]);
+        }
+    }
+    UNROLL for (int q = 0; q < count; q++)
+        UNROLL for (int k = 0; k < size; k++) store_floats(t->sums[q] + d + WIDTH * k, sums[q][k]);
+}
+
+INLINE void accumulate(const Taken *t, const float *values, int64_t head_dim, const int count) {
+    int64_t d = 0;
+    for (; d + WIDTH * SUMS <= head_dim; d += WIDTH * SUMS) accumulate_at(t, values, head_dim, d, SUMS, count);
+    for (; d < head_dim; d += WIDTH) accumulate_at(t, values, head_dim, d, 1, count);
+}
+
+/* What a part's queries have seen so far; head by head, then query by query. */
+typedef struct {
+    const Attention *attention;
+    const Part *part;
+    int64_t num_queries;      /* of a head */
+    const int64_t *positions; /* of the part's rows; a row sees positions up to its own */
+    const float **queries;    /* [heads, num_queries] vectors of head_dim */
+    float *sums;              /* [heads, num_queries, head_dim] */
+    float *largest, *totals;  /* [heads, num_queries]: of the scores, and of their exponentials */
+    float *rows, *columns;    /* [CHUNK, head_dim], [head_dim, CHUNK]: room for a chunk */
+} Progress;
+
+/* Takes what the queries `first` to `end` of one head see of the chunk, which is in `rows` and `columns`. */
+INLINE void take(const Progress *p, int64_t head, int64_t start, int64_t first, int64_t end) {
+    const Attention *a = p->attention;
+    const int64_t head_dim = a->head_dim, group = group_of(a), before_head = head * p->num_queries;
+    const Vector scale = all(1.0f / sqrtf((float)head_dim));
+    for (int64_t q = first; q < end; q += MAX_QUERIES) {
+        const int64_t num_queries = end - q < MAX_QUERIES ? end - q : MAX_QUERIES;
+        Vector scores[MAX_QUERIES];
+        switch (num_queries) {
+#define CASE(n) \
+    case n: score(p->queries + before_head + q, p->columns, head_dim, n, scores); break;
+            CASE(1) CASE(2) CASE(3) CASE(4)
+#undef CASE
+        }
+        Taken taken = {.count = 0}; /* by those that see some of the chunk */
+        for (int64_t i = 0; i < num_queries; i++) {
+            const int64_t last = p->positions[(q + i) / group] + 1 - start, before = last - a->span;
+            if (last <= 0 || before >= CHUNK) continue;
+            float *largest = p->largest + before_head + q + i, *total = p->totals + before_head + q + i;
+            const Mask visible = lanes_between(before > 0 ? before : 0, last < CHUNK ? last : CHUNK);
+            const Vector scaled = multiply(scores[i], scale);
+            const float most = largest_lane(choose(visible, scaled, all(-INFINITY)));
+            const float next = most > *largest ? most : *largest;
+            const Vector weights = choose(visible, exp_v(subtract(scaled, all(next))), all(0));
+            const float rescale = exp_of(all_of(*largest - next))[0];
+            *largest = next;
+            *total = __builtin_fmaf(*total, rescale, sum_of_lanes(weights));
+            taken.sums[taken.count] = p->sums + (before_head + q + i) * head_dim;
+            taken.scales[taken.count] = rescale;
+            store(taken.weights[taken.count++], weights);
+        }
+        switch (taken.count) {
+#define CASE(n) \
+    case n: accumulate(&taken, p->rows, head_dim, n); break;
+            CASE(1) CASE(2) CASE(3) CASE(4)
+#undef CASE
+        }
+    }
+}
+
+static TARGET void visit(void *progress, int64_t start, const int64_t *path, int64_t first, int64_t end) {
+    const Progress *p = progress;
+    const Attention *a = p->attention;
+    const int64_t seen = p->positions[(end - 1) / group_of(a)] + 1 - start;
+    Places places = {.count = seen < CHUNK ? seen : CHUNK};
+    find(a, p->part, start, places.count, path, places.indices);
+    for (int64_t i = places.count; i < CHUNK; i++) places.indices[i] = places.indices[0];
+    for (int64_t head = 0; head < p->part->num_heads; head++) {
+        gather_columns(a, &places, p->columns);
+        gather_rows(a, &places, p->rows);
+        take(p, head, start, first, end);
+        for (int64_t i = 0; i < CHUNK; i++) places.indices[i] += a->head_dim;
+    }
+}
+
+static TARGET void attend(const void *job, int64_t item) {
+    const Attention *a = ((const Parts *)job)->attention;
+    const Part *part = &((const Parts *)job)->parts[item];
+    const int64_t head_dim = a->head_dim, num_queries = part->num_rows * group_of(a), count = part->num_heads * num_queries;
+    float rows[CHUNK * head_dim], columns[CHUNK * head_dim], sums[count * head_dim], largest[count], totals[count];
+    const float *queries[count];
+    for (int64_t i = 0; i < count; i++) {
+        queries[i] = query_of(a, part, part->first_head + i / num_queries, i % num_queries);
+        largest[i] = -INFINITY;
+        totals[i] = 0;
+    }
+    memset(sums, 0, sizeof sums);
+    Progress progress = {a, part, num_queries, a->positions + first_row_of(a, part), queries, sums, largest, totals, rows, columns};
+    walk(a, part, CHUNK, visit, &progress);
+    for (int64_t i = 0; i < count; i++) {
+        float *y = answer_of(a, part, part->first_head + i / num_queries, i % num_queries);
+        for (int64_t d = 0; d < head_dim; d += LANES)
+            store(y + d, quotient(load(sums + i * head_dim + d), all(totals[i])));
+    }
+}
+
+static void attention_portable(const Parts *parts, int num_threads) {
+    parallel_for(attend, parts, parts->count, num_threads);
+}
