@@ -2,6 +2,3 @@
 
 def draw(runs: bytes, vocab_size: int, width: int, ids: int, scores: int, /) -> None:
     """The best `width` tokens of every row of `runs` (Runs of `sampling.h`), written to the addresses given."""
-
-def is_supported() -> bool:
-    """Whether this processor has the instructions the kernel needs."""

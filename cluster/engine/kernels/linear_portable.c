@@ -3,6 +3,7 @@
  *
  * An output is one lane and one chain of fused multiply-adds over the inputs in their order. Neither the width of a
  * register nor how rows, outputs and inputs are divided is seen in its bits: sums that are put aside come back exactly.
+ * Integers are summed by group of inputs, and a group's sum times its scale is added to the output.
  *
  * Weights lie in panels of 64 outputs, in the order in which they are used: one stream from memory. oneDNN lays weights
  * out again at every call unless they are packed. The 64 weights of one input (of two, in INT4), where o counts outputs:
@@ -10,16 +11,15 @@
  *   BFLOAT16        32-bit words, of outputs o (low half) and o + 16 (high), for o in 0..15, then for o in 32..47
  *   INT4            32-bit words, for o in 0..15: nibbles of outputs o, o + 16, o + 32, o + 48 for the first input,
  *                   then for the second
- * Integers are multiplied by the scale of their output and group of inputs before they are used.
  */
 #define PANEL 64      /* outputs whose weights lie together */
-#define DEPTH 128     /* inputs of a block, which all rows use before the next: its weights stay in the first cache */
-#define WIDE_DEPTH 64 /* the same where a block is widened first, to 16 KiB */
+/* Of a block's weights, which all rows use before the next block's: they stay in the first cache. */
+#define BLOCK_BYTES 16384
 #define MAX_GROUP 48  /* rows whose sums lie in the first cache beside a block */
-#define MAX_UNWIDENED 2 /* rows for which integers are widened in registers */
 #define MAX_ROWS 6    /* of a tile: its sums stay in registers */
 /* How far ahead of one row weights are asked for: the processor's own prefetching leaves memory idle at times. */
 #define AHEAD_BYTES 4096
+#define WIDE_DEPTH (BLOCK_BYTES / (4 * PANEL)) /* inputs of a block that is widened */
 
 /* Tiles have pairs of registers, of outputs o and o + 16, as the words of BFLOAT16 do; as many as there is room for. */
 #define PAIRS (PANEL / WIDTH / 2) /* of a panel */
@@ -37,9 +37,9 @@ INLINE int64_t bytes_per_input(const Format format) {
 
 INLINE int64_t first_output(const int64_t pair) { return pair * WIDTH / LANES * 2 * LANES + pair * WIDTH % LANES; }
 
-/* The weights of one pair and input, scaled. */
-INLINE void load_pair(const char *panel, int64_t input, const int64_t pair, const Format format, const float *scales,
-                      Floats *weights) {
+/* The weights of one pair and input, which is even or odd. */
+INLINE void load_pair(
+    const char *panel, int64_t input, const int parity, const int64_t pair, const Format format, Floats *weights) {
     const char *inputs = panel + input * bytes_per_input(format);
     const int64_t o = first_output(pair);
     if (format == FLOAT32) {
@@ -50,58 +50,71 @@ INLINE void load_pair(const char *panel, int64_t input, const int64_t pair, cons
         weights[0] = (Floats)(words << 16);
         weights[1] = (Floats)(words & (int32_t)0xffff0000);
     } else if (format == INT8) {
-        weights[0] = widen_bytes((const int8_t *)inputs + o) * load_floats(scales + o);
-        weights[1] = widen_bytes((const int8_t *)inputs + o + LANES) * load_floats(scales + o + LANES);
+        weights[0] = widen_bytes((const int8_t *)inputs + o);
+        weights[1] = widen_bytes((const int8_t *)inputs + o + LANES);
     } else {
-        const char *two = panel + (input & ~(int64_t)1) * bytes_per_input(format);
-        const Ints words = *((const LooseInts *)two + pair % (LANES / WIDTH));
-        const int shift = (int)(16 * (input & 1) + o / (2 * LANES) * 8); /* of the nibble for output o */
-        weights[0] = __builtin_convertvector((words << (28 - shift)) >> 28, Floats) * load_floats(scales + o);
-        weights[1] = __builtin_convertvector((words << (24 - shift)) >> 28, Floats) * load_floats(scales + o + LANES);
+        const Ints words = *((const LooseInts *)(inputs - parity * bytes_per_input(format)) + pair % (LANES / WIDTH));
+        const int shift = (int)(16 * parity + o / (2 * LANES) * 8); /* of the nibble for output o */
+        weights[0] = __builtin_convertvector((words << (28 - shift)) >> 28, Floats);
+        weights[1] = __builtin_convertvector((words << (24 - shift)) >> 28, Floats);
     }
 }
 
-/* Some inputs of a panel, which have the same scales. */
+/* Some inputs of a panel; of integers, all of one group. */
 typedef struct {
     const char *panel;
-    const float *scales;
-    int64_t first, end; /* inputs */
+    int64_t first, end;  /* inputs */
+    const float *scales; /* of integers, where the block is the last of its group */
+    int begins;          /* whether it is the first of its group */
+    int is_stream;       /* whether each weight is used once, by all rows */
 } Block;
 
+/* Of some rows: of integers the totals of whole groups, and the sums of the one that is not; else the sums alone. */
+typedef struct {
+    float sums[MAX_GROUP][PANEL], totals[MAX_GROUP][PANEL];
+} Results;
+
 /*
- * Adds products to sums[row][output], of `rows` rows and `pairs` pairs from `first_pair`; every input asks for `step`
- * bytes further at `ahead`. rows, pairs, step and format are constants after inlining.
+ * Adds products to `rows` rows and `pairs` pairs from `first_pair`; every input asks for `step` bytes further at `ahead`.
+ * rows, pairs, step and format are constants after inlining.
  */
-INLINE void add_tile(const Block *block, const float *x, int64_t x_stride, float (*sums)[PANEL], const int64_t first_pair,
-                     const int rows, const int pairs, const char *ahead, const int64_t step, const Format format) {
+INLINE void add_tile(const Block *block, const float *x, int64_t x_stride, Results *results, int64_t row,
+                     const int64_t first_pair, const int rows, const int pairs, const char *ahead, const int64_t step,
+                     const Format format) {
     Floats of[MAX_ROWS][2 * PAIRS];
     UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int p = 0; p < pairs; p++) {
-            of[r][2 * p] = load_floats(sums[r] + first_output(first_pair + p));
-            of[r][2 * p + 1] = load_floats(sums[r] + first_output(first_pair + p) + LANES);
+        UNROLL for (int v = 0; v < 2 * pairs; v++) {
+            const int64_t o = first_output(first_pair + v / 2) + v % 2 * LANES;
+            of[r][v] = block->begins ? all_of(0) : load_floats(results->sums[row + r] + o);
         }
-    for (int64_t i = block->first; i < block->end; i++, ahead += step) {
-        UNROLL for (int64_t byte = 0; byte < step; byte += 64) __builtin_prefetch(ahead + byte, 0, 3);
-        UNROLL for (int p = 0; p < pairs; p++) {
-            Floats weights[2];
-            load_pair(block->panel, i, first_pair + p, format, block->scales, weights);
-            UNROLL for (int r = 0; r < rows; r++) {
-                const Floats input = all_of(x[r * x_stride + i]);
-                of[r][2 * p] = fma_of(input, weights[0], of[r][2 * p]);
-                of[r][2 * p + 1] = fma_of(input, weights[1], of[r][2 * p + 1]);
+    const int inputs = format == INT4 ? 2 : 1; /* that lie in the same words */
+    for (int64_t i = block->first; i < block->end; i += inputs, ahead += step * inputs) {
+        UNROLL for (int64_t byte = 0; byte < step * inputs; byte += 64) {
+            if (rows <= 2 || block->is_stream) __builtin_prefetch(ahead + byte, 0, 3);
+            else __builtin_prefetch(ahead + byte, 0, 2); /* in the first cache it would displace the block in use */
+        }
+        UNROLL for (int k = 0; k < inputs; k++)
+            UNROLL for (int p = 0; p < pairs; p++) {
+                Floats weights[2];
+                load_pair(block->panel, i + k, k, first_pair + p, format, weights);
+                UNROLL for (int r = 0; r < rows; r++) {
+                    const Floats input = all_of(x[r * x_stride + i + k]);
+                    of[r][2 * p] = fma_of(input, weights[0], of[r][2 * p]);
+                    of[r][2 * p + 1] = fma_of(input, weights[1], of[r][2 * p + 1]);
+                }
             }
-        }
     }
     UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int p = 0; p < pairs; p++) {
-            store_floats(sums[r] + first_output(first_pair + p), of[r][2 * p]);
-            store_floats(sums[r] + first_output(first_pair + p) + LANES, of[r][2 * p + 1]);
+        UNROLL for (int v = 0; v < 2 * pairs; v++) {
+            const int64_t o = first_output(first_pair + v / 2) + v % 2 * LANES;
+            float *total = results->totals[row + r] + o;
+            if (block->scales == NULL) store_floats(results->sums[row + r] + o, of[r][v]);
+            else store_floats(total, fma_of(of[r][v], load_floats(block->scales + o), load_floats(total)));
         }
 }
 
-/* All rows of a group, in tiles of equal height, which share the asking for what lies at `ahead`. For integers, rows are
-   at most MAX_UNWIDENED. */
-INLINE void add_block(const Block *block, const float *x, int64_t x_stride, float (*sums)[PANEL], int64_t num_rows,
+/* All rows of a group, in tiles of equal height, which share the asking for what lies at `ahead`. */
+INLINE void add_block(const Block *block, const float *x, int64_t x_stride, Results *results, int64_t num_rows,
                       const char *ahead, const Format format) {
     const int64_t num_tiles = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
     for (int64_t tile = 0; tile < num_tiles; tile++) {
@@ -109,10 +122,9 @@ INLINE void add_block(const Block *block, const float *x, int64_t x_stride, floa
         switch (height) {
 #define CASE(rows) \
     case rows: \
-        if (format >= INT8 && rows > MAX_UNWIDENED) break; \
         for (int64_t p = 0; p < PAIRS; p += PAIRS_OF(rows)) { \
             const int64_t step = bytes_per_input(format) * PAIRS_OF(rows) / PAIRS; \
-            add_tile(block, x + row * x_stride, x_stride, sums + row, p, rows, PAIRS_OF(rows), \
+            add_tile(block, x + row * x_stride, x_stride, results, row, p, rows, PAIRS_OF(rows), \
                      ahead + p / PAIRS_OF(rows) * (block->end - block->first) * step, step, format); \
         } \
         break;
@@ -122,20 +134,22 @@ INLINE void add_block(const Block *block, const float *x, int64_t x_stride, floa
     }
 }
 
-static TARGET void add_block_of_floats(const Block *block, const float *x, int64_t x_stride, float (*sums)[PANEL],
+static TARGET void add_block_of_floats(const Block *block, const float *x, int64_t x_stride, Results *results,
                                        int64_t num_rows, const char *ahead) {
-    add_block(block, x, x_stride, sums, num_rows, ahead, FLOAT32);
+    add_block(block, x, x_stride, results, num_rows, ahead, FLOAT32);
 }
 
-/* The weights of a block as floats, [inputs, PANEL]: integers take long to widen and scale, once for all rows. */
+/* The weights of a block as floats, [inputs, PANEL]: integers take long to widen, once for all rows. */
 INLINE void widen_block(const Block *block, float *weights, const Format format) {
-    for (int64_t i = block->first; i < block->end; i++, weights += PANEL)
-        UNROLL for (int64_t p = 0; p < PAIRS; p++) {
-            Floats pair[2];
-            load_pair(block->panel, i, p, format, block->scales, pair);
-            store_floats(weights + first_output(p), pair[0]);
-            store_floats(weights + first_output(p) + LANES, pair[1]);
-        }
+    const int inputs = format == INT4 ? 2 : 1;
+    for (int64_t i = block->first; i < block->end; i += inputs)
+        UNROLL for (int k = 0; k < inputs; k++, weights += PANEL)
+            UNROLL for (int64_t p = 0; p < PAIRS; p++) {
+                Floats pair[2];
+                load_pair(block->panel, i + k, k, p, format, pair);
+                store_floats(weights + first_output(p), pair[0]);
+                store_floats(weights + first_output(p) + LANES, pair[1]);
+            }
 }
 
 INLINE void store_sums(const Linear *l, int64_t row, int64_t out, const float *sums) {
@@ -152,27 +166,32 @@ INLINE void store_sums(const Linear *l, int64_t row, int64_t out, const float *s
 INLINE void multiply_panel(const Linear *l, int64_t panel, int64_t first_row, int64_t num_rows, const Format format) {
     const Weight *w = l->weight;
     const int64_t n = w->in_features, size = format >= INT8 ? w->group_size : n;
-    const int is_widened = format >= INT8 && num_rows > MAX_UNWIDENED;
-    const int64_t depth = num_rows == 1 ? size : is_widened ? WIDE_DEPTH : DEPTH;
-    const float *x = l->x + first_row * n;
-    _Alignas(64) float sums[MAX_GROUP][PANEL], weights[WIDE_DEPTH * PANEL];
-    memset(sums, 0, (size_t)num_rows * sizeof sums[0]);
-    Block block = {.panel = (const char *)w->panels + panel * n * bytes_per_input(format), .scales = w->scales};
-    if (format >= INT8) block.scales += panel * (n / size) * PANEL;
-    for (; block.first < n; block.first = block.end) {
-        const int64_t group_end = (block.first / size + 1) * size;
+    const int is_widened = format >= INT8 && num_rows > MAX_ROWS;
+    const int is_stream = num_rows <= MAX_ROWS && PAIRS_OF(num_rows) == PAIRS;
+    const int64_t depth = is_stream ? size : is_widened ? WIDE_DEPTH : BLOCK_BYTES / bytes_per_input(format);
+    const float *x = l->x + first_row * n, *scales = w->scales + (format >= INT8 ? panel * (n / size) * PANEL : 0);
+    _Alignas(64) float weights[WIDE_DEPTH * PANEL];
+    _Alignas(64) Results results;
+    memset(format >= INT8 ? results.totals : results.sums, 0, (size_t)num_rows * sizeof results.sums[0]);
+    Block block = {.panel = (const char *)w->panels + panel * n * bytes_per_input(format), .is_stream = is_stream};
+    for (int64_t group_end = size; block.first < n; block.first = block.end) {
         block.end = block.first + depth < group_end ? block.first + depth : group_end;
+        if (format >= INT8) {
+            block.begins = block.first == group_end - size;
+            block.scales = block.end == group_end ? scales : NULL;
+        }
+        const char *next = block.panel + bytes_per_input(format) * (is_stream ? block.first : block.end);
         if (is_widened) {
             widen_block(&block, weights, format);
-            const Block widened = {(const char *)weights, NULL, 0, block.end - block.first};
-            add_block_of_floats(&widened, x + block.first, n, sums, num_rows, block.panel + block.end * bytes_per_input(format));
+            const Block widened = {(const char *)weights, 0, block.end - block.first, block.scales, block.begins, 0};
+            add_block_of_floats(&widened, x + block.first, n, &results, num_rows, next);
         } else {
-            const int64_t ahead = bytes_per_input(format) * (num_rows == 1 ? block.first : block.end);
-            add_block(&block, x, n, sums, num_rows, block.panel + ahead + (num_rows == 1 ? AHEAD_BYTES : 0), format);
+            add_block(&block, x, n, &results, num_rows, is_stream ? next + AHEAD_BYTES : next, format);
         }
-        if (block.end == group_end) block.scales += PANEL;
+        if (block.end == group_end) group_end += size, scales += PANEL;
     }
-    for (int64_t row = 0; row < num_rows; row++) store_sums(l, first_row + row, panel * PANEL, sums[row]);
+    for (int64_t row = 0; row < num_rows; row++)
+        store_sums(l, first_row + row, panel * PANEL, format >= INT8 ? results.totals[row] : results.sums[row]);
 }
 
 /* A function for each format: compilers take much longer over all of them in one. */

@@ -16,17 +16,8 @@ static PyObject *draw_(PyObject *module, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static PyObject *is_supported(PyObject *module, PyObject *unused) {
-    (void)module;
-    (void)unused;
-    return PyBool_FromLong(
-        __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"));
-}
-
 static PyMethodDef methods[] = {
     {"draw", draw_, METH_VARARGS, NULL},
-    {"is_supported", is_supported, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
