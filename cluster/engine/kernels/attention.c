@@ -11,6 +11,9 @@
 
 #include <stdlib.h>
 
+/* Of a part: what is summed stays in the second cache. */
+#define MAX_QUERIES_OF_TILES 128
+#define MAX_QUERIES_OF_LANES 64
 #define PARTS_A_THREAD 4 /* at least, so that threads end at the same time, about */
 
 /* How an attention is cut into parts. */
@@ -25,20 +28,19 @@ static int64_t count_parts(const Attention *a, Cut cut) {
     return count * (a->num_kv_heads / cut.heads);
 }
 
-/* Of 16 queries that share the keys and values of a head, about: what is summed stays in the first cache. */
-static Cut cut_for_lanes(int64_t group) { return (Cut){group < 16 ? 16 / group : 1, 1}; }
-
 /*
  * The more rows, the fewer times a context is read; and neighbouring heads, whose keys and values lie beside each other,
- * are read faster together: apart, every one waits for memory anew, which the processor doesn't foresee.
+ * are read faster together: apart, every one waits for memory anew, which the processor doesn't foresee. At most
+ * `max_queries` of all heads.
  */
-static Cut cut_for_tiles(const Attention *a, int64_t group, int64_t max_rows, int num_threads) {
-    const int64_t least = num_threads * PARTS_A_THREAD, most = group < 128 ? 128 / group : 1;
+static Cut cut_of(const Attention *a, int64_t max_rows, int64_t max_queries, int num_threads) {
+    const int64_t group = group_of(a), least = num_threads * PARTS_A_THREAD;
+    const int64_t most = group < max_queries ? max_queries / group : 1;
     Cut cut = {max_rows < most ? max_rows : most, 1};
     while (cut.rows * group > 32 && cut.rows > 1 && count_parts(a, cut) < least) cut.rows = (cut.rows + 1) / 2;
     for (;;) {
         const Cut wider = {cut.rows, cut.heads * 2};
-        if (a->num_kv_heads % wider.heads != 0 || wider.rows * group * wider.heads > 128) return cut;
+        if (a->num_kv_heads % wider.heads != 0 || wider.rows * group * wider.heads > max_queries) return cut;
         if (count_parts(a, wider) < least) return cut;
         cut = wider;
     }
@@ -46,13 +48,12 @@ static Cut cut_for_tiles(const Attention *a, int64_t group, int64_t max_rows, in
 
 int attention(const Attention *a, int num_threads) {
     const int has_tiles = a->is_bfloat16 && (a->instruction_set == AMX || a->instruction_set == AMX_EMULATED);
-    const int64_t group = a->num_heads / a->num_kv_heads;
     int64_t max_rows = 1;
     for (int64_t s = 0; s < a->num_segments; s++) {
         const int64_t rows = a->row_starts[s + 1] - a->row_starts[s];
         if (rows > max_rows) max_rows = rows;
     }
-    const Cut cut = has_tiles ? cut_for_tiles(a, group, max_rows, num_threads) : cut_for_lanes(group);
+    const Cut cut = cut_of(a, max_rows, has_tiles ? MAX_QUERIES_OF_TILES : MAX_QUERIES_OF_LANES, num_threads);
     const int64_t count = count_parts(a, cut);
     Part *parts = malloc((size_t)count * sizeof(Part)), *next = parts;
     if (parts == NULL) return -1;
@@ -62,7 +63,7 @@ int attention(const Attention *a, int num_threads) {
             for (int64_t head = 0; head < a->num_kv_heads; head += cut.heads)
                 *next++ = (Part){s, row, rows - row < cut.rows ? rows - row : cut.rows, head, cut.heads};
     }
-    const Parts job = {a, parts, count, (max_rows < cut.rows ? max_rows : cut.rows) * group};
+    const Parts job = {a, parts, count, (max_rows < cut.rows ? max_rows : cut.rows) * group_of(a)};
     if (!has_tiles) portable->attention(&job, num_threads);
 #if defined(__x86_64__)
     else if (a->instruction_set == AMX_EMULATED) attention_amx_emulated(&job, num_threads);

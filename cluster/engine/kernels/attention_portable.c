@@ -4,6 +4,7 @@
  * chain over the positions; only a chunk's maximum and total cross lanes, in an order that no width changes.
  */
 #define CHUNK LANES
+#define LINE 64       /* bytes */
 #define MAX_QUERIES 4 /* that run beside each other */
 #if WIDTH == 16
 #define SUMS 4 /* registers of a query's sums that do */
@@ -11,18 +12,27 @@
 #define SUMS 2
 #endif
 
-/* Where the 16 vectors of a chunk begin in the cache, for the head that is looked at. */
+/* Where the 16 vectors of a chunk begin in the cache, for one head. Places without a vector have that of another. */
 typedef struct {
     int64_t indices[CHUNK];
     int64_t count;
 } Places;
 
-/* A lane for each of one head's keys, dimension by dimension. Lanes without a key have that of another. */
+INLINE int64_t bytes_of(const Attention *a, int64_t count) { return a->is_bfloat16 ? 2 * count : 4 * count; }
+
+/* Asks for a part of a vector, which the processor does not foresee; into the second cache, as the first has the chunk. */
+INLINE void ask_for(const void *cache, int64_t first_byte, const int64_t num_bytes) {
+    UNROLL for (int64_t byte = 0; byte < num_bytes; byte += LINE)
+        __builtin_prefetch((const char *)cache + first_byte + byte, 0, 2);
+}
+
+/* A lane for each of one head's keys, dimension by dimension. Few of the keys at a time: all of them can lie in the same
+   set of the first cache. */
 INLINE void gather_columns(const Attention *a, const Places *places, float *columns) {
     if (a->is_bfloat16 && a->head_dim % (2 * LANES) == 0) {
         /* Two dimensions are turned round as one number, and are apart then: half of the work. */
-        for (int64_t d = 0; d < a->head_dim; d += 2 * WIDTH)
-            for (int64_t i = 0; i < CHUNK; i += WIDTH) {
+        for (int64_t i = 0; i < CHUNK; i += WIDTH)
+            for (int64_t d = 0; d < a->head_dim; d += 2 * WIDTH) {
                 Floats pairs[WIDTH];
                 UNROLL for (int64_t r = 0; r < WIDTH; r++)
                     pairs[r] = (Floats)*(const LooseInts *)((const uint16_t *)a->keys + places->indices[i + r] + d);
@@ -35,8 +45,8 @@ INLINE void gather_columns(const Attention *a, const Places *places, float *colu
             }
         return;
     }
-    for (int64_t d = 0; d < a->head_dim; d += WIDTH)
-        for (int64_t i = 0; i < CHUNK; i += WIDTH) {
+    for (int64_t i = 0; i < CHUNK; i += WIDTH)
+        for (int64_t d = 0; d < a->head_dim; d += WIDTH) {
             Floats rows[WIDTH];
             UNROLL for (int64_t r = 0; r < WIDTH; r++) {
                 const int64_t index = places->indices[i + r] + d;
@@ -50,17 +60,26 @@ INLINE void gather_columns(const Attention *a, const Places *places, float *colu
 
 /* One head's values; nought beyond. */
 INLINE void gather_rows(const Attention *a, const Places *places, float *rows) {
-    for (int64_t i = 0; i < places->count; i++)
-        for (int64_t d = 0; d < a->head_dim; d += LANES)
-            store(rows + i * a->head_dim + d, load_any(a->values, places->indices[i] + d, LANES, a->is_bfloat16));
+    const int64_t size = a->head_dim;
+    for (int64_t i = 0; i < places->count; i++) {
+        const int64_t index = places->indices[i];
+        if (!a->is_bfloat16) memcpy(rows + i * size, (const float *)a->values + index, (size_t)size * sizeof *rows);
+        else
+            for (int64_t d = 0; d < size; d += WIDTH)
+                store_floats(rows + i * size + d, widen_halves((const uint16_t *)a->values + index + d));
+    }
     memset(rows + places->count * a->head_dim, 0, (size_t)((CHUNK - places->count) * a->head_dim) * sizeof *rows);
 }
 
-/* Scores of a chunk for `count` (a constant) queries. */
-INLINE void score(const float *const *queries, const float *columns, int64_t head_dim, const int count, Vector *scores) {
+/* Scores of a chunk for `count` (a constant) queries. Meanwhile asks for the keys at `next`, unless it is NULL. */
+INLINE void score(const Attention *a, const float *const *queries, const float *columns, const Places *next,
+                  const int count, Vector *scores) {
     Vector sums[MAX_QUERIES];
     UNROLL for (int q = 0; q < count; q++) sums[q] = all(0);
-    for (int64_t d = 0; d < head_dim; d++) {
+    for (int64_t d = 0; d < a->head_dim; d++) {
+        const int64_t line = d / LANES * LINE; /* of one vector after the other */
+        if (next != NULL && line < bytes_of(a, a->head_dim))
+            ask_for(a->keys, bytes_of(a, next->indices[d % LANES]) + line, LINE);
         const Vector column = load(columns + d * CHUNK);
         UNROLL for (int q = 0; q < count; q++) sums[q] = fma_v(all(queries[q][d]), column, sums[q]);
     }
@@ -73,15 +92,17 @@ typedef struct {
     int64_t count;
 } Taken;
 
-/* sums = sums * scale + weights . values for `count` (a constant) queries, and `size` (too) registers from `d`. */
-INLINE void accumulate_at(
-    const Taken *t, const float *values, int64_t head_dim, int64_t d, const int size, const int count) {
-    Floats sums[MAX_QUERIES][SUMS + PARTS];
+/* sums = sums * scale + weights . values for `count` (a constant) queries, and `size` (too) registers from `d`. Meanwhile
+   asks for the values at `next`, unless it is NULL. */
+INLINE void accumulate_at(const Attention *a, const Taken *t, const float *values, const Places *next, int64_t d,
+                          const int size, const int count) {
+    Floats sums[MAX_QUERIES][SUMS];
     UNROLL for (int q = 0; q < count; q++)
         UNROLL for (int k = 0; k < size; k++) sums[q][k] = load_floats(t->sums[q] + d + WIDTH * k) * all_of(t->scales[q]);
     for (int64_t i = 0; i < CHUNK; i++) {
-        Floats value[SUMS + PARTS];
-        UNROLL for (int k = 0; k < size; k++) value[k] = load_floats(values + i * head_dim + d + WIDTH * k);
+        if (next != NULL) ask_for(a->values, bytes_of(a, next->indices[i] + d), size * WIDTH * 4);
+        Floats value[SUMS];
+        UNROLL for (int k = 0; k < size; k++) value[k] = load_floats(values + i * a->head_dim + d + WIDTH * k);
         UNROLL for (int q = 0; q < count; q++) {
             const Floats weight = all_of(t->weights[q][i]);
             UNROLL for (int k = 0; k < size; k++) sums[q][k] = fma_of(weight, value[k], sums[q][k]);
@@ -91,10 +112,10 @@ INLINE void accumulate_at(
         UNROLL for (int k = 0; k < size; k++) store_floats(t->sums[q] + d + WIDTH * k, sums[q][k]);
 }
 
-INLINE void accumulate(const Taken *t, const float *values, int64_t head_dim, const int count) {
+INLINE void accumulate(const Attention *a, const Taken *t, const float *values, const Places *next, const int count) {
     int64_t d = 0;
-    for (; d + WIDTH * SUMS <= head_dim; d += WIDTH * SUMS) accumulate_at(t, values, head_dim, d, SUMS, count);
-    for (; d < head_dim; d += WIDTH) accumulate_at(t, values, head_dim, d, 1, count);
+    for (; d + WIDTH * SUMS <= a->head_dim; d += WIDTH * SUMS) accumulate_at(a, t, values, next, d, SUMS, count);
+    for (; d < a->head_dim; d += WIDTH) accumulate_at(a, t, values, next, d, 1, count);
 }
 
 /* What a part's queries have seen so far; head by head, then query by query. */
@@ -109,8 +130,9 @@ typedef struct {
     float *rows, *columns;    /* [CHUNK, head_dim], [head_dim, CHUNK]: room for a chunk */
 } Progress;
 
-/* Takes what the queries `first` to `end` of one head see of the chunk, which is in `rows` and `columns`. */
-INLINE void take(const Progress *p, int64_t head, int64_t start, int64_t first, int64_t end) {
+/* Takes what the queries `first` to `end` of one head see of the chunk, which is in `rows` and `columns`; `next`: the
+   vectors that come after it. */
+INLINE void take(const Progress *p, int64_t head, int64_t start, int64_t first, int64_t end, const Places *next) {
     const Attention *a = p->attention;
     const int64_t head_dim = a->head_dim, group = group_of(a), before_head = head * p->num_queries;
     const Vector scale = all(1.0f / sqrtf((float)head_dim));
@@ -119,7 +141,7 @@ INLINE void take(const Progress *p, int64_t head, int64_t start, int64_t first, 
         Vector scores[MAX_QUERIES];
         switch (num_queries) {
 #define CASE(n) \
-    case n: score(p->queries + before_head + q, p->columns, head_dim, n, scores); break;
+    case n: score(a, p->queries + before_head + q, p->columns, q == first ? next : NULL, n, scores); break;
             CASE(1) CASE(2) CASE(3) CASE(4)
 #undef CASE
         }
@@ -131,10 +153,10 @@ INLINE void take(const Progress *p, int64_t head, int64_t start, int64_t first, 
             const Mask visible = lanes_between(before > 0 ? before : 0, last < CHUNK ? last : CHUNK);
             const Vector scaled = multiply(scores[i], scale);
             const float most = largest_lane(choose(visible, scaled, all(-INFINITY)));
-            const float next = most > *largest ? most : *largest;
-            const Vector weights = choose(visible, exp_v(subtract(scaled, all(next))), all(0));
-            const float rescale = exp_of(all_of(*largest - next))[0];
-            *largest = next;
+            const float now = most > *largest ? most : *largest;
+            const Vector weights = choose(visible, exp_v(subtract(scaled, all(now))), all(0));
+            const float rescale = exp_of(all_of(*largest - now))[0];
+            *largest = now;
             *total = __builtin_fmaf(*total, rescale, sum_of_lanes(weights));
             taken.sums[taken.count] = p->sums + (before_head + q + i) * head_dim;
             taken.scales[taken.count] = rescale;
@@ -142,24 +164,33 @@ INLINE void take(const Progress *p, int64_t head, int64_t start, int64_t first, 
         }
         switch (taken.count) {
 #define CASE(n) \
-    case n: accumulate(&taken, p->rows, head_dim, n); break;
+    case n: accumulate(a, &taken, p->rows, q == first ? next : NULL, n); break;
             CASE(1) CASE(2) CASE(3) CASE(4)
 #undef CASE
         }
     }
 }
 
+INLINE void find_places(const Progress *p, int64_t start, int64_t count, const int64_t *path, Places *places) {
+    places->count = count < CHUNK ? count : CHUNK;
+    find(p->attention, p->part, start, places->count, path, places->indices);
+    for (int64_t i = places->count; i < CHUNK; i++) places->indices[i] = places->indices[0];
+}
+
 static TARGET void visit(void *progress, int64_t start, const int64_t *path, int64_t first, int64_t end) {
     const Progress *p = progress;
     const Attention *a = p->attention;
     const int64_t seen = p->positions[(end - 1) / group_of(a)] + 1 - start;
-    Places places = {.count = seen < CHUNK ? seen : CHUNK};
-    find(a, p->part, start, places.count, path, places.indices);
-    for (int64_t i = places.count; i < CHUNK; i++) places.indices[i] = places.indices[0];
+    Places places, next;
+    find_places(p, start, seen, path, &places);
     for (int64_t head = 0; head < p->part->num_heads; head++) {
         gather_columns(a, &places, p->columns);
         gather_rows(a, &places, p->rows);
-        take(p, head, start, first, end);
+        if (head + 1 == p->part->num_heads && path == NULL && seen > CHUNK)
+            find_places(p, start + CHUNK, seen - CHUNK, NULL, &next);
+        else
+            for (int64_t i = 0; i < CHUNK; i++) next.indices[i] = places.indices[i] + a->head_dim;
+        take(p, head, start, first, end, &next);
         for (int64_t i = 0; i < CHUNK; i++) places.indices[i] += a->head_dim;
     }
 }
@@ -168,14 +199,16 @@ static TARGET void attend(const void *job, int64_t item) {
     const Attention *a = ((const Parts *)job)->attention;
     const Part *part = &((const Parts *)job)->parts[item];
     const int64_t head_dim = a->head_dim, num_queries = part->num_rows * group_of(a), count = part->num_heads * num_queries;
-    float rows[CHUNK * head_dim], columns[CHUNK * head_dim], sums[count * head_dim], largest[count], totals[count];
+    float room[2 * CHUNK * head_dim + count * head_dim + LINE / sizeof(float)], largest[count], totals[count];
+    float *rows = (float *)(((uintptr_t)room + LINE - 1) / LINE * LINE); /* else vectors lie across lines */
+    float *columns = rows + CHUNK * head_dim, *sums = columns + CHUNK * head_dim;
     const float *queries[count];
     for (int64_t i = 0; i < count; i++) {
         queries[i] = query_of(a, part, part->first_head + i / num_queries, i % num_queries);
         largest[i] = -INFINITY;
         totals[i] = 0;
     }
-    memset(sums, 0, sizeof sums);
+    memset(sums, 0, (size_t)(count * head_dim) * sizeof *sums);
     Progress progress = {a, part, num_queries, a->positions + first_row_of(a, part), queries, sums, largest, totals, rows, columns};
     walk(a, part, CHUNK, visit, &progress);
     for (int64_t i = 0; i < count; i++) {
