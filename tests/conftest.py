@@ -32,7 +32,12 @@ _OF_EXTRAS = {
         "cluster/drafters/test_vllm.py",
         "cluster/targets/test_vllm_rounds.py",
     ),
-    "ray": ("system/ray", "services/launch/ray/test_app.py"),
+    "ray": (
+        "bench/test_report.py",
+        "system/ray",
+        "services/launch/ray/test_app.py",
+        "services/launch/ray/test_router_replica.py",
+    ),
     "agents": ("system/clients/test_agents.py",),
     "lm_eval": ("system/clients/test_lm_eval.py",),
     "playwright": ("services/router/page/test_browser.py",),

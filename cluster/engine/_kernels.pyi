@@ -40,3 +40,6 @@ def is_supported(instruction_set: int, /) -> bool:
 def use_lanes(lanes: int, /) -> bool:
     """From now on the portable kernels use registers of that many lanes (0: the best). False, and no change, if this
     processor has none."""
+
+def cos_sin(angles: int, count: int, cos: int, sin: int, /) -> None:
+    """The cosines and sines of float32 angles, rounded once, into float32."""

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
+from cluster.engine.arithmetic import is_portable
 from cluster.engine.batch import Segment
+from cluster.engine.cpu_model import CpuModel
 from cluster.engine.runner import ModelRunner
 from cluster.errors import ConfigurationError
 
@@ -28,6 +30,11 @@ def check_invariance(runner: ModelRunner) -> None:
         raise ConfigurationError(
             "numerics 'invariant' needs the CPU kernels (built at installation) or, on a GPU, Triton; here "
             "PyTorch's operators would run, which choose a kernel by the number of rows: use numerics 'fast'"
+        )
+    if isinstance(runner.model, CpuModel) and not is_portable():
+        raise ConfigurationError(
+            "the CPU kernels compute other bits than on other machines, so numerics 'invariant' would not hold: build "
+            "them with another compiler, and without CFLAGS such as -ffast-math"
         )
     token_ids = [1 + i * 7919 % (runner.model.config.vocab_size - 1) for i in range(_NUM_TOKENS)]
     num_blocks = runner.blocks.num_blocks_for(_NUM_TOKENS)

@@ -1,4 +1,7 @@
-"""Weights in 8 or 4 bits. torchao quantizes the weights of a checkpoint layer by layer while it loads."""
+"""Weights in 8 or 4 bits, quantized layer by layer while a checkpoint loads.
+
+Every operation rounds each number once, so all processors compute the same weights.
+"""
 
 from __future__ import annotations
 
@@ -51,9 +54,6 @@ def quantize(weight: torch.Tensor, quantization: Quantization) -> QuantizedWeigh
 
     Raises ConfigurationError if the number of inputs is not a multiple of the group size.
     """
-    # Imported here because the import takes a second, and models in bfloat16 do not need it.
-    from torchao.quantization.quant_primitives import MappingType, choose_qparams_affine, quantize_affine
-
     in_features = weight.shape[1]
     group_size = quantization.group_size or in_features
     if in_features % group_size:
@@ -61,9 +61,10 @@ def quantize(weight: torch.Tensor, quantization: Quantization) -> QuantizedWeigh
             f"a projection with {in_features} inputs does not divide into groups of {group_size}: choose another "
             "quantization_group_size"
         )
-    bounds = (-(2 ** (quantization.bits - 1)), 2 ** (quantization.bits - 1) - 1)
-    scales, zero_points = choose_qparams_affine(
-        weight.float(), MappingType.SYMMETRIC, (1, group_size), torch.int8, *bounds, scale_dtype=torch.float32
-    )
-    values = quantize_affine(weight.float(), (1, group_size), scales, zero_points, torch.int8, *bounds)
-    return QuantizedWeight(values, scales.view(weight.shape[0], -1), quantization.bits, weight.dtype)
+    largest = 2 ** (quantization.bits - 1) - 1
+    groups = weight.float().view(weight.shape[0], -1, group_size)
+    # As torchao does, half of the distance between the bounds, which are -largest - 1 and largest.
+    scales = groups.abs().amax(dim=-1, keepdim=True) / (largest + 0.5)
+    scales = scales.clamp(min=torch.finfo(torch.float32).smallest_normal)
+    values = (groups * (1.0 / scales)).round().clamp(-largest - 1, largest).to(torch.int8)
+    return QuantizedWeight(values.view_as(weight), scales[..., 0], quantization.bits, weight.dtype)

@@ -1,13 +1,19 @@
 """Rotary angles (Su et al., arXiv 2104.09864), in the float32 arithmetic of `transformers`, operation by operation:
-at position 100,000 one unit in the last place of a frequency is a hundredth of a radian."""
+at position 100,000 one unit in the last place of a frequency is a hundredth of a radian.
+
+Powers, cosines and sines are computed more precisely and rounded once: libraries differ in their last bits, so a model
+would have other logits on another processor.
+"""
 
 from __future__ import annotations
 
 import math
+from decimal import Decimal
 from functools import lru_cache
 
 import torch
 
+from cluster.engine.cpu_kernels import kernels
 from cluster.engine.model_config import ModelConfig
 from cluster.engine.rope_config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 
@@ -23,8 +29,9 @@ def rotary_table(config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
 @lru_cache(maxsize=2)  # a target and a draft in the same process
 def _table(rope: RopeConfig, head_dim: int, max_position_embeddings: int) -> tuple[torch.Tensor, torch.Tensor]:
     theta, scaling = rope.theta, rope.scaling
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     # Positions per radian of each frequency.
-    periods = theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    periods = torch.tensor([float(Decimal(theta) ** Decimal(exponent)) for exponent in exponents.tolist()])
     frequencies = 1.0 / periods
     amplitude = 1.0
     if isinstance(scaling, LinearScaling):
@@ -35,8 +42,16 @@ def _table(rope: RopeConfig, head_dim: int, max_position_embeddings: int) -> tup
         frequencies = _yarn(periods, theta, scaling)
         amplitude = scaling.attention_factor
     positions = torch.arange(max_position_embeddings, dtype=torch.float32)
-    angles = torch.outer(positions, frequencies)
-    return angles.cos() * amplitude, angles.sin() * amplitude
+    cos, sin = _cos_sin(torch.outer(positions, frequencies))
+    return cos * amplitude, sin * amplitude
+
+
+def _cos_sin(angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if kernels is None:  # hardly ever another result
+        return angles.double().cos().float(), angles.double().sin().float()
+    cos, sin = torch.empty_like(angles), torch.empty_like(angles)
+    kernels.cos_sin(angles.data_ptr(), angles.numel(), cos.data_ptr(), sin.data_ptr())
+    return cos, sin
 
 
 def _llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:

@@ -26,11 +26,11 @@ def token_logprobs(logits: torch.Tensor, rows: Sequence[int], token_ids: Sequenc
 
 
 def _score(logits: torch.Tensor, token_ids: Sequence[int], width: int) -> TokenLogprobs:
-    logprobs = logits.log_softmax(dim=-1)
+    logprobs = _log_softmax(logits)
     if logprobs[:, 0].isnan().any():  # a row has logits of +inf, which share the whole probability
         infinite = logits == torch.inf
         shares = torch.where(infinite, 0.0, -torch.inf)
-        logprobs = torch.where(infinite.any(dim=-1, keepdim=True), shares, logits).log_softmax(dim=-1)
+        logprobs = _log_softmax(torch.where(infinite.any(dim=-1, keepdim=True), shares, logits))
     chosen = logprobs.gather(-1, torch.tensor(token_ids, device=logits.device)[:, None])
     ranks = (logprobs > chosen).sum(dim=-1) + 1
     scores = TokenLogprobs(width, ranks.tolist(), chosen[:, 0].tolist())
@@ -42,3 +42,10 @@ def _score(logits: torch.Tensor, token_ids: Sequence[int], width: int) -> TokenL
         scores.top_token_ids = order[:, :width].flatten().tolist()
         scores.top_logprobs = values[:, :width].flatten().tolist()
     return scores
+
+
+def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
+    """On CPUs in double precision, rounded once: the last bits of float32 differ between processors."""
+    if logits.device.type != "cpu":
+        return logits.log_softmax(dim=-1)
+    return logits.double().log_softmax(dim=-1).float()

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import platform
+import uuid
 from importlib import import_module
 from pathlib import Path
 
 import torch
 
 from cluster.config import Config
+from cluster.engine.arithmetic import is_portable
 from cluster.engine.cpu_kernels import instruction_set
 from cluster.engine.cpu_model import CpuModel
 from cluster.engine.fingerprint import architecture_fingerprint, weights_fingerprint
@@ -24,7 +26,7 @@ from cluster.speculation.noise import NOISE_VERSION
 from cluster.targets.base import TargetModel
 from cluster.vllm.lora import LoraLimits
 
-ENGINE_VERSION = 3
+ENGINE_VERSION = 4
 """Counted up with every change after which the same model gives other logits, be it in the last bit, or a filter keeps
 other tokens."""
 
@@ -60,7 +62,6 @@ def traits_of(config: Config, model: TargetModel) -> dict[str, str]:
         "dtype": model.dtype,
         "quantization": _quantization(config),
         **_engine_of(config, dtype, device),
-        "processor": _processor(device),
         "numerics": config.target.numerics,
         "noise": noise,
         # Coupled and greedy acceptance only change the drafts, not the answer.
@@ -73,6 +74,7 @@ def _engine_of(config: Config, dtype: torch.dtype, device: torch.device) -> dict
     if target.engine == "vllm":
         return {
             "engine": f"vllm {import_module('vllm').__version__}, torch {torch.__version__}, {ENGINE_VERSION}",
+            "processor": _processor(device),
             "tensor_parallel_size": str(target.tensor_parallel_size),
             "engine_args": json.dumps(target.engine_args, sort_keys=True),
             # With adapters enabled, vLLM runs other kernels, even for the base model. The adapters are reported
@@ -80,11 +82,17 @@ def _engine_of(config: Config, dtype: torch.dtype, device: torch.device) -> dict
             **({"max_lora_rank": str(LoraLimits.of(target).max_rank)} if target.takes_adapters else {}),
         }
     form = form_on(ModelConfig.from_folder(resolve_model_folder(target.model)), dtype, device, target.numerics)
+    kernels = f"CpuModel, {instruction_set(dtype).name.lower()}" if form is CpuModel else form.__name__
+    if form is CpuModel and not is_portable():
+        kernels += f", other bits than elsewhere ({uuid.uuid4()})"  # equal to nobody's
+    elif kernels == "CpuModel, portable" and config.speculation.acceptance not in _OF_THE_DRAFT:
+        # A token depends on these kernels and on operators that round each number once.
+        return {"engine": str(ENGINE_VERSION), "tensor_parallel_size": "1", "kernels": kernels, "processor": "any"}
     return {
         "engine": f"torch {torch.__version__}, {ENGINE_VERSION}",
         "tensor_parallel_size": "1",
-        # The instruction set changes how products round.
-        "kernels": f"CpuModel, {instruction_set(dtype).name.lower()}" if form is CpuModel else form.__name__,
+        "kernels": kernels,  # the instruction set changes how products round
+        "processor": _processor(device),
     }
 
 

@@ -26,8 +26,7 @@ _QUIET = {
     "httpx": logging.WARNING,
     "grpc": logging.WARNING,
     "asyncio": logging.WARNING,
-    "torchao": logging.ERROR,  # warns about kernels for other machines
-    "torch.utils._pytree": logging.ERROR,  # warns about what torchao does at import
+    "torch.utils._pytree": logging.ERROR,
 }
 _TEXT_LINE = re.compile(r"\d\d:\d\d:\d\d (DEBUG|INFO|WARNING|ERROR|CRITICAL) (.*)")
 _CONTROL = {code: repr(chr(code))[1:-1] for code in (*range(32), *range(127, 160), 0x2028, 0x2029)}

@@ -106,8 +106,12 @@ class LocalCluster:
     """
 
     def __init__(self, config: Config, environments: Mapping[str, Mapping[str, str]] | None = None) -> None:
-        """`environments`: additions to the environment of a pool's workers, target or draft."""
-        of_pool = environments or {}
+        """`environments`: additions to the environment of the workers of a pool, `target`, or of one, `target 0`."""
+        added = environments or {}
+
+        def environment(pool: str, index: int) -> dict[str, str]:
+            return {**added.get(pool, {}), **added.get(f"{pool} {index}", {})}
+
         placed, why = place_draft(config)
         self.config = _resolve(placed)
         _check_pages(self.config)
@@ -124,12 +128,12 @@ class LocalCluster:
             called = called.model_copy(update={"draft": called.draft.model_copy(update={"addresses": addresses})})
         config_file.write_text(yaml.safe_dump(called.model_dump(mode="json")), encoding="utf-8")
         self.drafts = [
-            WorkerProcess(config_file, self.config, "draft", i, environment=of_pool.get("draft"))
+            WorkerProcess(config_file, self.config, "draft", i, environment=environment("draft", i))
             for i in range(self.config.draft.replicas)
         ]
         self.targets = [
             WorkerProcess(
-                config_file, self.config, "target", i, *_own_drafts(called, i), environment=of_pool.get("target")
+                config_file, self.config, "target", i, *_own_drafts(called, i), environment=environment("target", i)
             )
             for i in range(self.config.target.replicas)
         ]

@@ -14,7 +14,7 @@ from cluster.engine.runner import ModelRunner
 torch.set_num_threads(1)
 
 TINY_VOCAB_SIZE = 512
-TINY_MAX_LEN = 256
+TINY_MAX_LEN = 1024
 
 
 def save_tiny_model(

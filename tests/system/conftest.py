@@ -12,10 +12,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from cluster.config import Config
 from cluster.config.file import load_config
+from cluster.engine.cpu_kernels import LANES_VARIABLE, InstructionSet
 from cluster.model_folder import resolve_model_folder
 from services.launch.local import LocalCluster
 
 READY_TIMEOUT_SECONDS = 600
+# By default kernels use the widest registers of a processor: 16 lanes with AVX-512, and 8 with AVX2.
+OTHER_LANES = "8" if InstructionSet.AMX_EMULATED.is_supported else "4"
 # By default drafts that take over 50 ms are late, as they often do on a busy machine. For tests that expect drafts.
 PATIENT = "speculation.draft_timeout_ms=60000"
 
@@ -36,10 +39,13 @@ def cluster() -> Iterator[LocalCluster]:
 
 @pytest.fixture(scope="session")
 def two_of_each() -> Iterator[LocalCluster]:
-    """Two targets and two drafts of the bundled pair, for tests that kill some of them and wait for their return."""
+    """Two targets and two drafts of the bundled pair, for tests that kill some of them and wait for their return.
+
+    The targets compute as on different processors, with registers of different widths.
+    """
     # A controller would stop asking a draft that is late, which test_chaos.py covers.
     settings = ("target.replicas=2", "draft.replicas=2", "target.drain_seconds=0.2", "speculation.controller=fixed")
-    with LocalCluster(cluster_config(*settings)) as running:
+    with LocalCluster(cluster_config(*settings), {"target 1": {LANES_VARIABLE: OTHER_LANES}}) as running:
         running.wait_ready(READY_TIMEOUT_SECONDS)
         yield running
 

@@ -103,6 +103,9 @@ typedef struct {
     float eps; /* of the norm */
 } Rotary;
 
+/* rotary.c */
+void cos_sin(const float *angles, int64_t count, float *cos, float *sin); /* all [count] */
+
 /* decoder.c */
 typedef struct { /* 64-bit numbers only: Python fills it as a row of a table */
     const float *input_norm, *post_attention_norm; /* [hidden_size] */

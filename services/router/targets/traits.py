@@ -10,6 +10,7 @@ Traits = tuple[tuple[str, str], ...]
 
 PATIENCE_S = 10.0
 _LONGEST_VALUE = 64
+_MIX = "for one pool on different processors set OUTRIDER_CPU_ISA=portable and target.dtype on every target,"
 
 
 class Reference:
@@ -50,7 +51,10 @@ def difference(traits: Traits, reference: Traits) -> str:
         f"its {name} {verbs[name]} {_value(own, name)}, the pool's {verbs[name]} {_value(others, name)}"
         for name in differing
     ]
-    return "; ".join(said) + ": see router.allow_different_targets"
+    advice = (
+        f": {_MIX} or" if all(traits.get("kernels", "").startswith("CpuModel") for traits in (own, others)) else ":"
+    )
+    return "; ".join(said) + f"{advice} see router.allow_different_targets"
 
 
 def _value(traits: dict[str, str], name: str) -> str:
