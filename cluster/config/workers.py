@@ -29,8 +29,7 @@ class WorkerConfig(Section):
     model: str = Field(description="Hugging Face folder, hub name, or the name of a bundled model")
     dtype: Dtype = Field(
         "auto",
-        description="type of weights and activations; auto: bfloat16, but float32 on a CPU without AVX-512 or "
-        "compiled kernels",
+        description="type of weights and activations; auto: bfloat16, but float32 on a CPU without compiled kernels",
     )
     quantization: QuantizationName | None = Field(
         None, description="store the layers' projections as integers, converted from the checkpoint at start"
@@ -170,7 +169,8 @@ class TargetConfig(WorkerConfig):
         "fast",
         description="fast: logits may differ in their last bits with the batch; invariant: the same bits for any "
         "batch and any division of the work, or the worker does not start; with engine torch, a CPU needs "
-        "AVX-512 for it, and a GPU needs Triton and, in int4, a quantization_group_size that is a multiple of 32",
+        "the compiled kernels for it, and a GPU needs Triton and, in int4, a quantization_group_size that is a "
+        "multiple of 32",
     )
     generation_config: Literal["auto", "none"] = Field(
         "auto",

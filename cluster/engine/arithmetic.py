@@ -1,4 +1,4 @@
-"""Whether this machine computes what the portable kernels compute everywhere.
+"""Checks that this machine computes what the portable kernels compute everywhere.
 
 A compiler with a fault, or with options such as -ffast-math, would change bits without a word. So a small model with
 weights from a formula is run once, and its logits are compared with those that were recorded.

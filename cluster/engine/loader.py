@@ -72,7 +72,7 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     """Returns the dtype; `auto` is bfloat16, but float32 on a CPU without the kernels.
 
     Steps of few rows wait for weights, so half the bytes are faster. PyTorch's operators multiply bfloat16 slowly, or
-    not at all, on processors without AVX-512.
+    not at all, on many processors.
     """
     if dtype != "auto":
         return _DTYPES[dtype]
