@@ -1,8 +1,10 @@
 """All matrix products of a model on this CPU, by kernel: `python -m bench.linear`.
 
 PyTorch's `F.linear`, oneDNN with packed weights, and this project's kernels by every set of instructions that there is
-here, interleaved; the least of many repeats in milliseconds, as what disturbs can only add. The head, which is never
-quantised, is left out. `--out` writes them to a file too.
+here, the portable one with registers of every width; interleaved; the least of many repeats in milliseconds, as what
+disturbs can only add. In brackets: the share of what the machine allows, which is the lower of memory's bandwidth and of
+0.6 of the rate of a large product in float32, both measured in the same run. The head, which is never quantised, is left out.
+`--out` writes them to a file too.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import torch
 from bench.engine import read_bandwidth
 from bench.machine import describe_machine
 from cluster.config import Config
-from cluster.engine.cpu_kernels import InstructionSet
+from cluster.engine.cpu_kernels import InstructionSet, kernels
 from cluster.engine.cpu_linear import KernelLinear
 from cluster.engine.linear import Linear, PackedLinear, PlainLinear
 from cluster.engine.model_config import ModelConfig
@@ -27,8 +29,10 @@ from cluster.engine.quantization import Quantization, quantize
 from cluster.model_folder import resolve_model_folder
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
-FORMATS = {"bfloat16": None, "int8": Quantization(8, None), "int4": Quantization(4, 32)}
+FORMATS = {"float32": None, "bfloat16": None, "int8": Quantization(8, None), "int4": Quantization(4, 32)}
 WARM_UP = 2
+SHARE_OF_PRODUCTS = 0.6  # of the rate of a large product, which uses its inputs many times
+LANES = (16, 8)
 
 Make = Callable[[torch.Tensor, Quantization | None], Linear]
 
@@ -42,37 +46,59 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    machine, before, rows = describe_machine(), read_bandwidth(), []
+    machine, before, rate, rows = describe_machine(), read_bandwidth(), product_rate(), []
     print(f"{machine['processor']}, {arguments.threads} threads, ms, the least of {arguments.repeats}")
+    print(f"reads {before:.1f} GB/s, multiplies {rate:.0f} GFLOP/s in float32")
     for name in arguments.formats.split(","):
-        kernels = _kernels(FORMATS[name])
+        makers = _kernels(name)
         shapes = _shapes(ModelConfig.from_folder(resolve_model_folder(arguments.model)))
-        linears = _make(shapes, kernels, FORMATS[name])
+        linears = _make(shapes, makers, name)
         num_bytes = sum(linear.num_bytes for linear in next(iter(linears.values())))
         print(f"\n{name}, {num_bytes / 1e6:.0f} MB")
-        print("| rows |", *(f"{kernel} |" for kernel in kernels))
-        print("| --- |", *("--- |" for _ in kernels))
+        print("| rows |", *(f"{kernel} |" for kernel in makers))
+        print("| --- |", *("--- |" for _ in makers))
         for num_rows in ROWS:
             xs = [torch.randn(num_rows, in_features) for _, in_features in shapes]
-            times = _interleaved(linears, xs, arguments.repeats)
-            rows.append({"format": name, "bytes": num_bytes, "rows": num_rows, "milliseconds": times})
-            print(f"| {num_rows} |", *(f"{milliseconds:.2f} |" for milliseconds in times.values()), flush=True)
+            dtype = torch.float32 if name == "float32" else torch.bfloat16
+            times = _interleaved(linears, xs, arguments.repeats, dtype)
+            flops = 2 * num_rows * sum(out_features * in_features for out_features, in_features in shapes)
+            least = 1e-6 * max(num_bytes / before, flops / (SHARE_OF_PRODUCTS * rate))
+            rows.append({"format": name, "bytes": num_bytes, "rows": num_rows, "least": least, "milliseconds": times})
+            print(f"| {num_rows} |", *(f"{took:.2f} ({least / took:.2f}) |" for took in times.values()), flush=True)
     bandwidth = before, read_bandwidth()
     print(f"\nread bandwidth before and after: {bandwidth[0]:.1f}, {bandwidth[1]:.1f} GB/s")
     if arguments.out is not None:
         document = {"model": arguments.model, "threads": arguments.threads, "machine": machine}
         arguments.out.write_text(
-            json.dumps(document | {"read_bandwidth": bandwidth, "products": rows}, indent=2) + "\n"
+            json.dumps(document | {"read_bandwidth": bandwidth, "product_rate": rate, "products": rows}, indent=2)
+            + "\n"
         )
 
 
-def _kernels(quantization: Quantization | None) -> dict[str, Make]:
-    """Returns the kernels by name. PyTorch's only have bfloat16 weights, as they would widen all integers first."""
-    kernels: dict[str, Make] = {}
-    if quantization is None:
-        kernels = {kernel.__name__: partial(_make_torch, kernel) for kernel in (PlainLinear, PackedLinear)}
-    real = [choice for choice in InstructionSet if choice.is_supported and choice is not InstructionSet.AMX_EMULATED]
-    return kernels | {choice.name.lower(): partial(_make_own, choice) for choice in real}
+def product_rate() -> float:
+    """GFLOP/s of a large product in float32."""
+    size, seconds = 1024, []
+    a, b = torch.randn(size, size), torch.randn(size, size)
+    for _ in range(20):
+        started_at = time.perf_counter()
+        a @ b
+        seconds.append(time.perf_counter() - started_at)
+    return 2e-9 * size**3 / min(seconds)
+
+
+def _kernels(name: str) -> dict[str, Make]:
+    """Returns the kernels by name. PyTorch's have no integers, as they would widen all of them first."""
+    found: dict[str, Make] = {}
+    if FORMATS[name] is None:
+        packs = name == "float32" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        of_torch = (PlainLinear, PackedLinear) if packs else (PlainLinear,)
+        found = {kernel.__name__: partial(_make_torch, kernel) for kernel in of_torch}
+    unreal = (InstructionSet.PORTABLE, InstructionSet.AMX_EMULATED) if name != "float32" else tuple(InstructionSet)
+    real = [choice for choice in InstructionSet if choice.is_supported and choice not in unreal]
+    found |= {choice.name.lower(): partial(_make_own, choice) for choice in real}
+    widths = [lanes for lanes in LANES if kernels.use_lanes(lanes)]
+    kernels.use_lanes(0)
+    return found | {f"portable, {lanes} lanes": partial(_make_own, InstructionSet.PORTABLE) for lanes in widths}
 
 
 def _make_torch(kernel: Callable[[torch.Tensor], Linear], weight: torch.Tensor, _: Quantization | None) -> Linear:
@@ -83,14 +109,12 @@ def _make_own(choice: InstructionSet, weight: torch.Tensor, quantization: Quanti
     return KernelLinear(weight if quantization is None else quantize(weight, quantization), using=choice)
 
 
-def _make(
-    shapes: Sequence[tuple[int, int]], kernels: dict[str, Make], quantization: Quantization | None
-) -> dict[str, list[Linear]]:
-    linears: dict[str, list[Linear]] = {name: [] for name in kernels}
+def _make(shapes: Sequence[tuple[int, int]], makers: dict[str, Make], name: str) -> dict[str, list[Linear]]:
+    linears: dict[str, list[Linear]] = {kernel: [] for kernel in makers}
     for shape in shapes:
-        weight = torch.randn(shape).bfloat16()
-        for name, make in kernels.items():
-            linears[name].append(make(weight, quantization))
+        weight = torch.randn(shape) if name == "float32" else torch.randn(shape).bfloat16()
+        for kernel, make in makers.items():
+            linears[kernel].append(make(weight, FORMATS[name]))
     return linears
 
 
@@ -106,13 +130,16 @@ def _shapes(config: ModelConfig) -> list[tuple[int, int]]:
 
 
 @torch.inference_mode()
-def _interleaved(linears: dict[str, list[Linear]], xs: Sequence[torch.Tensor], repeats: int) -> dict[str, float]:
-    """Milliseconds. Our own kernels take float32, whatever the weights are."""
-    narrow = [x.bfloat16() for x in xs]
+def _interleaved(
+    linears: dict[str, list[Linear]], xs: Sequence[torch.Tensor], repeats: int, dtype: torch.dtype
+) -> dict[str, float]:
+    """Milliseconds. Our own kernels take float32, whatever the weights are; PyTorch's take `dtype`."""
+    narrow = [x.to(dtype) for x in xs]
     times: dict[str, list[float]] = {name: [] for name in linears}
     for _ in range(WARM_UP + repeats):
         for name, of_model in linears.items():
             inputs = xs if isinstance(of_model[0], KernelLinear) else narrow
+            kernels.use_lanes(int(name.split()[1]) if name.startswith("portable") else 0)
             started_at = time.perf_counter()
             for linear, x in zip(of_model, inputs, strict=True):
                 linear(x)

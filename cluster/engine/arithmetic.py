@@ -1,6 +1,6 @@
 """Checks that this machine computes what the portable kernels compute everywhere.
 
-A compiler with a fault, or with options such as -ffast-math, would change bits without a word. So a small model with
+A faulty compiler, or options such as -ffast-math, would silently change bits. So a small model with
 weights from a formula is run once, and its logits are compared with those that were recorded.
 """
 
@@ -22,7 +22,7 @@ from cluster.engine.rope_config import RopeConfig
 from cluster.engine.weights import LayerWeights, ModelWeights
 
 DIGEST = "aaba2a56dc0f39c3"
-"What `digest` returns on every processor. It changes with `ENGINE_VERSION`."
+"The result of `digest` on every processor. It changes with `ENGINE_VERSION`."
 
 _BLOCK_SIZE, _NUM_BLOCKS = 4, 12
 _CONFIG = ModelConfig(

@@ -33,8 +33,8 @@ def check_invariance(runner: ModelRunner) -> None:
         )
     if isinstance(runner.model, CpuModel) and not is_portable():
         raise ConfigurationError(
-            "the CPU kernels compute other bits than on other machines, so numerics 'invariant' would not hold: build "
-            "them with another compiler, and without CFLAGS such as -ffast-math"
+            "the CPU kernels compute other bits than on other machines, so numerics 'invariant' does not hold: build "
+            "them without CFLAGS such as -ffast-math, or with another compiler"
         )
     token_ids = [1 + i * 7919 % (runner.model.config.vocab_size - 1) for i in range(_NUM_TOKENS)]
     num_blocks = runner.blocks.num_blocks_for(_NUM_TOKENS)

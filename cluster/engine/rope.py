@@ -1,8 +1,8 @@
-"""Rotary angles (Su et al., arXiv 2104.09864), in the float32 arithmetic of `transformers`, operation by operation:
-at position 100,000 one unit in the last place of a frequency is a hundredth of a radian.
+"""Rotary angles (Su et al., arXiv 2104.09864), in float32 and in the order of operations of `transformers`. At position
+100,000 one unit in the last place of a frequency is a hundredth of a radian.
 
-Powers, cosines and sines are computed more precisely and rounded once: libraries differ in their last bits, so a model
-would have other logits on another processor.
+Only powers, cosines and sines are computed more precisely and rounded once: libraries differ in their last bits, so a
+model would have other logits on another processor.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _table(rope: RopeConfig, head_dim: int, max_position_embeddings: int) -> tup
 
 
 def _cos_sin(angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    if kernels is None:  # hardly ever another result
+    if kernels is None:  # differs from the kernel in rare last bits
         return angles.double().cos().float(), angles.double().sin().float()
     cos, sin = torch.empty_like(angles), torch.empty_like(angles)
     kernels.cos_sin(angles.data_ptr(), angles.numel(), cos.data_ptr(), sin.data_ptr())

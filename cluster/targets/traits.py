@@ -84,7 +84,7 @@ def _engine_of(config: Config, dtype: torch.dtype, device: torch.device) -> dict
     form = form_on(ModelConfig.from_folder(resolve_model_folder(target.model)), dtype, device, target.numerics)
     kernels = f"CpuModel, {instruction_set(dtype).name.lower()}" if form is CpuModel else form.__name__
     if form is CpuModel and not is_portable():
-        kernels += f", other bits than elsewhere ({uuid.uuid4()})"  # equal to nobody's
+        kernels += f", other bits than elsewhere ({uuid.uuid4()})"  # unique, so that no target equals it
     elif kernels == "CpuModel, portable" and config.speculation.acceptance not in _OF_THE_DRAFT:
         # A token depends on these kernels and on operators that round each number once.
         return {"engine": str(ENGINE_VERSION), "tensor_parallel_size": "1", "kernels": kernels, "processor": "any"}

@@ -106,7 +106,7 @@ class LocalCluster:
     """
 
     def __init__(self, config: Config, environments: Mapping[str, Mapping[str, str]] | None = None) -> None:
-        """`environments`: additions to the environment of the workers of a pool, `target`, or of one, `target 0`."""
+        """`environments`: additions to environments, by pool (`target`) or worker (`target 0`)."""
         added = environments or {}
 
         def environment(pool: str, index: int) -> dict[str, str]:

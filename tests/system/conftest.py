@@ -41,7 +41,7 @@ def cluster() -> Iterator[LocalCluster]:
 def two_of_each() -> Iterator[LocalCluster]:
     """Two targets and two drafts of the bundled pair, for tests that kill some of them and wait for their return.
 
-    The targets compute as on different processors, with registers of different widths.
+    The targets use registers of different widths, like targets on different processors.
     """
     # A controller would stop asking a draft that is late, which test_chaos.py covers.
     settings = ("target.replicas=2", "draft.replicas=2", "target.drain_seconds=0.2", "speculation.controller=fixed")

@@ -11,7 +11,7 @@
 
 #include <stdlib.h>
 
-/* Of a part: what is summed stays in the second cache. */
+/* Queries of a part: their sums stay in the L2 cache. */
 #define MAX_QUERIES_OF_TILES 128
 #define MAX_QUERIES_OF_LANES 64
 #define PARTS_A_THREAD 4 /* at least, so that threads end at the same time, about */
@@ -29,11 +29,10 @@ static int64_t count_parts(const Attention *a, Cut cut) {
 }
 
 /*
- * The more rows, the fewer times a context is read; and neighbouring heads, whose keys and values lie beside each other,
- * are read faster together: apart, every one waits for memory anew, which the processor doesn't foresee. At most
- * `max_queries` of all heads.
+ * Chooses the size of parts. With more rows a context is read fewer times. Keys and values of neighbouring heads lie next
+ * to each other, so they are read faster together. A part has at most `max_queries` of all its heads.
  */
-static Cut cut_of(const Attention *a, int64_t max_rows, int64_t max_queries, int num_threads) {
+static Cut choose_cut(const Attention *a, int64_t max_rows, int64_t max_queries, int num_threads) {
     const int64_t group = group_of(a), least = num_threads * PARTS_A_THREAD;
     const int64_t most = group < max_queries ? max_queries / group : 1;
     Cut cut = {max_rows < most ? max_rows : most, 1};
@@ -53,7 +52,7 @@ int attention(const Attention *a, int num_threads) {
         const int64_t rows = a->row_starts[s + 1] - a->row_starts[s];
         if (rows > max_rows) max_rows = rows;
     }
-    const Cut cut = cut_of(a, max_rows, has_tiles ? MAX_QUERIES_OF_TILES : MAX_QUERIES_OF_LANES, num_threads);
+    const Cut cut = choose_cut(a, max_rows, has_tiles ? MAX_QUERIES_OF_TILES : MAX_QUERIES_OF_LANES, num_threads);
     const int64_t count = count_parts(a, cut);
     Part *parts = malloc((size_t)count * sizeof(Part)), *next = parts;
     if (parts == NULL) return -1;

@@ -1,18 +1,18 @@
 /*
- * Attention in float32, in chunks of 16 positions. Keys are turned round once a chunk, so that a lane holds one position
+ * Attention in float32, in chunks of 16 positions. Keys are transposed once a chunk, so that a lane holds one position
  * for all queries of their head. A score is one lane and one chain over the dimensions, a sum of values one lane and one
  * chain over the positions; only a chunk's maximum and total cross lanes, in an order that no width changes.
  */
 #define CHUNK LANES
 #define LINE 64       /* bytes */
-#define MAX_QUERIES 4 /* that run beside each other */
+#define MAX_QUERIES 4 /* that are computed together */
 #if WIDTH == 16
-#define SUMS 4 /* registers of a query's sums that do */
+#define SUMS 4 /* registers of a query's sums */
 #else
 #define SUMS 2
 #endif
 
-/* Where the 16 vectors of a chunk begin in the cache, for one head. Places without a vector have that of another. */
+/* Indices in the cache of a chunk's 16 keys or values, for one head. Those after `count` repeat the first. */
 typedef struct {
     int64_t indices[CHUNK];
     int64_t count;
@@ -20,17 +20,16 @@ typedef struct {
 
 INLINE int64_t bytes_of(const Attention *a, int64_t count) { return a->is_bfloat16 ? 2 * count : 4 * count; }
 
-/* Asks for a part of a vector, which the processor does not foresee; into the second cache, as the first has the chunk. */
-INLINE void ask_for(const void *cache, int64_t first_byte, const int64_t num_bytes) {
+/* Prefetches a part of a vector into L2: L1 has the current chunk. */
+INLINE void prefetch(const void *cache, int64_t first_byte, const int64_t num_bytes) {
     UNROLL for (int64_t byte = 0; byte < num_bytes; byte += LINE)
         __builtin_prefetch((const char *)cache + first_byte + byte, 0, 2);
 }
 
-/* A lane for each of one head's keys, dimension by dimension. Few of the keys at a time: all of them can lie in the same
-   set of the first cache. */
+/* Transposes one head's keys to [head_dim, CHUNK], WIDTH keys at a time: all 16 can lie in the same set of L1. */
 INLINE void gather_columns(const Attention *a, const Places *places, float *columns) {
     if (a->is_bfloat16 && a->head_dim % (2 * LANES) == 0) {
-        /* Two dimensions are turned round as one number, and are apart then: half of the work. */
+        /* Two dimensions are transposed as one number and separated afterwards: half of the work. */
         for (int64_t i = 0; i < CHUNK; i += WIDTH)
             for (int64_t d = 0; d < a->head_dim; d += 2 * WIDTH) {
                 Floats pairs[WIDTH];
@@ -58,7 +57,7 @@ INLINE void gather_columns(const Attention *a, const Places *places, float *colu
         }
 }
 
-/* One head's values; nought beyond. */
+/* One head's values; 0 after the last. */
 INLINE void gather_rows(const Attention *a, const Places *places, float *rows) {
     const int64_t size = a->head_dim;
     for (int64_t i = 0; i < places->count; i++) {
@@ -71,36 +70,36 @@ INLINE void gather_rows(const Attention *a, const Places *places, float *rows) {
     memset(rows + places->count * a->head_dim, 0, (size_t)((CHUNK - places->count) * a->head_dim) * sizeof *rows);
 }
 
-/* Scores of a chunk for `count` (a constant) queries. Meanwhile asks for the keys at `next`, unless it is NULL. */
+/* Scores of a chunk for `count` (a constant) queries. Meanwhile prefetches the keys at `next`, unless it is NULL. */
 INLINE void score(const Attention *a, const float *const *queries, const float *columns, const Places *next,
                   const int count, Vector *scores) {
     Vector sums[MAX_QUERIES];
     UNROLL for (int q = 0; q < count; q++) sums[q] = all(0);
     for (int64_t d = 0; d < a->head_dim; d++) {
-        const int64_t line = d / LANES * LINE; /* of one vector after the other */
+        const int64_t line = d / LANES * LINE; /* bytes, of each key in turn */
         if (next != NULL && line < bytes_of(a, a->head_dim))
-            ask_for(a->keys, bytes_of(a, next->indices[d % LANES]) + line, LINE);
+            prefetch(a->keys, bytes_of(a, next->indices[d % LANES]) + line, LINE);
         const Vector column = load(columns + d * CHUNK);
         UNROLL for (int q = 0; q < count; q++) sums[q] = fma_v(all(queries[q][d]), column, sums[q]);
     }
     UNROLL for (int q = 0; q < count; q++) scores[q] = sums[q];
 }
 
-/* What some queries take from a chunk. */
+/* Weights of a chunk for some queries, and where their sums are. */
 typedef struct {
     float *sums[MAX_QUERIES], scales[MAX_QUERIES], weights[MAX_QUERIES][CHUNK];
     int64_t count;
 } Taken;
 
 /* sums = sums * scale + weights . values for `count` (a constant) queries, and `size` (too) registers from `d`. Meanwhile
-   asks for the values at `next`, unless it is NULL. */
+   prefetches the values at `next`, unless it is NULL. */
 INLINE void accumulate_at(const Attention *a, const Taken *t, const float *values, const Places *next, int64_t d,
                           const int size, const int count) {
     Floats sums[MAX_QUERIES][SUMS];
     UNROLL for (int q = 0; q < count; q++)
         UNROLL for (int k = 0; k < size; k++) sums[q][k] = load_floats(t->sums[q] + d + WIDTH * k) * all_of(t->scales[q]);
     for (int64_t i = 0; i < CHUNK; i++) {
-        if (next != NULL) ask_for(a->values, bytes_of(a, next->indices[i] + d), size * WIDTH * 4);
+        if (next != NULL) prefetch(a->values, bytes_of(a, next->indices[i] + d), size * WIDTH * 4);
         Floats value[SUMS];
         UNROLL for (int k = 0; k < size; k++) value[k] = load_floats(values + i * a->head_dim + d + WIDTH * k);
         UNROLL for (int q = 0; q < count; q++) {
@@ -118,7 +117,7 @@ INLINE void accumulate(const Attention *a, const Taken *t, const float *values, 
     for (; d < a->head_dim; d += WIDTH) accumulate_at(a, t, values, next, d, 1, count);
 }
 
-/* What a part's queries have seen so far; head by head, then query by query. */
+/* State of a part's queries; head by head, then query by query. */
 typedef struct {
     const Attention *attention;
     const Part *part;
@@ -145,7 +144,7 @@ INLINE void take(const Progress *p, int64_t head, int64_t start, int64_t first, 
             CASE(1) CASE(2) CASE(3) CASE(4)
 #undef CASE
         }
-        Taken taken = {.count = 0}; /* by those that see some of the chunk */
+        Taken taken = {.count = 0}; /* only queries that see a part of the chunk */
         for (int64_t i = 0; i < num_queries; i++) {
             const int64_t last = p->positions[(q + i) / group] + 1 - start, before = last - a->span;
             if (last <= 0 || before >= CHUNK) continue;

@@ -1,4 +1,4 @@
-/* What the kernels for units of bfloat16 need beside those units: AVX-512, which every processor with them has. */
+/* AVX-512, which every processor with AVX512-BF16 or AMX has, for the kernels that use those. */
 #ifndef OUTRIDER_AVX512_H
 #define OUTRIDER_AVX512_H
 

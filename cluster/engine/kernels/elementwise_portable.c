@@ -1,4 +1,4 @@
-/* What lies between the products of a layer, a row a task. */
+/* The operations between the products of a layer. A task has one row. */
 
 /* Root mean square norm (Zhang, Sennrich, arXiv 1910.07467, equation 4); y may be x. */
 INLINE void rms_norm(const float *x, const float *weight, int64_t size, float eps, float *y) {

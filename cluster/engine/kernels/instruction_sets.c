@@ -1,4 +1,4 @@
-/* What the kernels may use here. */
+/* Selects the kernels that this processor supports. */
 #include "instruction_sets.h"
 
 const Portable *portable;
@@ -35,7 +35,7 @@ static int has_tiles(void) {
 
 static const Portable *with_lanes(int64_t lanes) {
     const int has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    if (lanes == 4) return &portable_4; /* the processor's base: exact without instructions that fuse, but slow */
+    if (lanes == 4) return &portable_4; /* SSE2: the same bits, but slow, as a fused product is a library call; for tests */
     if (has_avx512() && lanes != 8) return lanes == 16 || lanes == 0 ? &portable_16 : NULL;
     return has_avx2 && (lanes == 8 || lanes == 0) ? &portable_8 : NULL;
 }

@@ -17,7 +17,7 @@
 
 struct Parts; /* of attention.h */
 
-/* The kernels that compute in float32, with registers of so many lanes. */
+/* The kernels that compute in float32, for one width of registers. */
 typedef struct {
     int64_t lanes;
     void (*linear)(const Linear *, int num_threads);
@@ -25,7 +25,7 @@ typedef struct {
     void (*add_rms_norm)(const Norm *, int64_t num_rows, int num_threads);
     void (*silu_and_mul)(const Gate *, int64_t num_rows, int num_threads);
     void (*rotate_and_store)(const Rotary *, int64_t num_rows, int num_threads);
-    /* From float32 to the dtype of an array, and back. */
+    /* widen: from the dtype of an array to float32; narrow: back. */
     void (*widen)(const void *array, int64_t index, int64_t count, int is_bfloat16, float *to);
     void (*narrow)(const float *from, int64_t count, int is_bfloat16, void *array, int64_t index);
 } Portable;

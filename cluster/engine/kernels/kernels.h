@@ -33,8 +33,8 @@ int useful_threads(int64_t num_rows, int64_t row_size, int num_threads);
 /* instruction_sets.c */
 typedef enum { PORTABLE, AVX512_BF16, AMX, AMX_EMULATED } InstructionSet; /* of products; the last one for tests */
 int is_supported(InstructionSet set); /* here: by compiler, processor and system */
-/* From now on the portable kernels use registers of that many lanes (16, 8 or 4; 0: the widest that are fast), which
-   changes no bit; 0, or -1 where there are none. */
+/* Sets the width of registers of the portable kernels, in lanes (16, 8 or 4; 0: the widest that are fast). Results do not
+   change. Returns 0, or -1 if the processor has none of that width. */
 int use_lanes(int64_t lanes);
 
 /* linear.c */

@@ -2,7 +2,7 @@
  * Products in float32, for weights of every format.
  *
  * An output is one lane and one chain of fused multiply-adds over the inputs in their order. Neither the width of a
- * register nor how rows, outputs and inputs are divided is seen in its bits: sums that are put aside come back exactly.
+ * register nor the division into tiles and blocks changes its bits: partial sums are stored and loaded exactly.
  * Integers are summed by group of inputs, and a group's sum times its scale is added to the output.
  *
  * Weights lie in panels of 64 outputs, in the order in which they are used: one stream from memory. oneDNN lays weights
@@ -13,15 +13,15 @@
  *                   then for the second
  */
 #define PANEL 64      /* outputs whose weights lie together */
-/* Of a block's weights, which all rows use before the next block's: they stay in the first cache. */
+/* Size of a block's weights, which all rows use before those of the next block: they stay in the L1 cache. */
 #define BLOCK_BYTES 16384
-#define MAX_GROUP 48  /* rows whose sums lie in the first cache beside a block */
+#define MAX_GROUP 48  /* rows that use a block, one tile after the other */
 #define MAX_ROWS 6    /* of a tile: its sums stay in registers */
-/* How far ahead of one row weights are asked for: the processor's own prefetching leaves memory idle at times. */
+/* Distance of prefetches where one tile has all rows: the prefetching of processors leaves memory idle. */
 #define AHEAD_BYTES 4096
 #define WIDE_DEPTH (BLOCK_BYTES / (4 * PANEL)) /* inputs of a block that is widened */
 
-/* Tiles have pairs of registers, of outputs o and o + 16, as the words of BFLOAT16 do; as many as there is room for. */
+/* A tile has pairs of registers, for outputs o and o + 16 like the words of BFLOAT16: those that fit into the registers. */
 #define PAIRS (PANEL / WIDTH / 2) /* of a panel */
 #if WIDTH == 16
 #define PAIRS_OF(rows) 2
@@ -37,7 +37,7 @@ INLINE int64_t bytes_per_input(const Format format) {
 
 INLINE int64_t first_output(const int64_t pair) { return pair * WIDTH / LANES * 2 * LANES + pair * WIDTH % LANES; }
 
-/* The weights of one pair and input, which is even or odd. */
+/* Loads the weights of one pair and input. `parity`: the input modulo 2, for INT4. */
 INLINE void load_pair(
     const char *panel, int64_t input, const int parity, const int64_t pair, const Format format, Floats *weights) {
     const char *inputs = panel + input * bytes_per_input(format);
@@ -60,22 +60,22 @@ INLINE void load_pair(
     }
 }
 
-/* Some inputs of a panel; of integers, all of one group. */
+/* A range of a panel's inputs; for integers within one group. */
 typedef struct {
     const char *panel;
     int64_t first, end;  /* inputs */
-    const float *scales; /* of integers, where the block is the last of its group */
-    int begins;          /* whether it is the first of its group */
-    int is_stream;       /* whether each weight is used once, by all rows */
+    const float *scales; /* of integers, if the block is the last of its group; else NULL */
+    int begins;          /* true for integers if the block is the first of its group */
+    int is_stream;       /* true if one tile has all rows, so that each weight is loaded once */
 } Block;
 
-/* Of some rows: of integers the totals of whole groups, and the sums of the one that is not; else the sums alone. */
+/* Sums of a block's rows. For integers, `sums` has the current group, and `totals` the scaled sums of finished groups. */
 typedef struct {
     float sums[MAX_GROUP][PANEL], totals[MAX_GROUP][PANEL];
 } Results;
 
 /*
- * Adds products to `rows` rows and `pairs` pairs from `first_pair`; every input asks for `step` bytes further at `ahead`.
+ * Adds products to `rows` rows and `pairs` pairs from `first_pair`; for every input prefetches `step` bytes from `ahead`.
  * rows, pairs, step and format are constants after inlining.
  */
 INLINE void add_tile(const Block *block, const float *x, int64_t x_stride, Results *results, int64_t row,
@@ -91,7 +91,7 @@ INLINE void add_tile(const Block *block, const float *x, int64_t x_stride, Resul
     for (int64_t i = block->first; i < block->end; i += inputs, ahead += step * inputs) {
         UNROLL for (int64_t byte = 0; byte < step * inputs; byte += 64) {
             if (rows <= 2 || block->is_stream) __builtin_prefetch(ahead + byte, 0, 3);
-            else __builtin_prefetch(ahead + byte, 0, 2); /* in the first cache it would displace the block in use */
+            else __builtin_prefetch(ahead + byte, 0, 2); /* in L1 it would displace the block in use */
         }
         UNROLL for (int k = 0; k < inputs; k++)
             UNROLL for (int p = 0; p < pairs; p++) {
@@ -113,7 +113,7 @@ INLINE void add_tile(const Block *block, const float *x, int64_t x_stride, Resul
         }
 }
 
-/* All rows of a group, in tiles of equal height, which share the asking for what lies at `ahead`. */
+/* Adds a block's products to all rows, in tiles of nearly equal height, and prefetches from `ahead`. */
 INLINE void add_block(const Block *block, const float *x, int64_t x_stride, Results *results, int64_t num_rows,
                       const char *ahead, const Format format) {
     const int64_t num_tiles = (num_rows + MAX_ROWS - 1) / MAX_ROWS;

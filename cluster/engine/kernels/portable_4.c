@@ -1,4 +1,4 @@
-/* NEON on ARM; elsewhere what every processor of its kind has, which may round a product and its sum by a function. */
+/* NEON on ARM; SSE2 on x86-64, where a fused product is a library call. */
 #define WIDTH 4
 #define TARGET
 #include "portable.h"

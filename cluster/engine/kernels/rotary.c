@@ -6,12 +6,12 @@
 
 #include "kernels.h"
 
-/* Pi / 2 in three parts, of which the first two have 33 bits: their products with a number of turns are exact. */
+/* The sum of the three is pi / 2. The first two have 33 bits, so their products with a number of quarter turns are exact. */
 #define HALF_PI_1 0x1.921fb544p+0
 #define HALF_PI_2 0x1.0b4611a6p-34
 #define HALF_PI_3 0x1.3198a2e037073p-69
-#define QUARTERS 0x1.45f306dc9c883p-1 /* 2 / pi */
-#define ROUNDER 0x1.8p52              /* no fraction is left beside it */
+#define TWO_OVER_PI 0x1.45f306dc9c883p-1
+#define ROUNDER 0x1.8p52 /* adding and subtracting it rounds to an integer */
 
 /* Polynomials for -pi/4 to pi/4, with errors below 2^-57 (K. C. Ng, fdlibm, 1993). */
 static double sine(double x) {
@@ -38,9 +38,9 @@ static double cosine(double x) {
 
 void cos_sin(const float *angles, int64_t count, float *cos, float *sin) {
     for (int64_t i = 0; i < count; i++) {
-        const double angle = angles[i], turns = (angle * QUARTERS + ROUNDER) - ROUNDER;
-        const double rest = ((angle - turns * HALF_PI_1) - turns * HALF_PI_2) - turns * HALF_PI_3;
-        const int64_t quadrant = (int64_t)turns & 3;
+        const double angle = angles[i], quarters = (angle * TWO_OVER_PI + ROUNDER) - ROUNDER;
+        const double rest = ((angle - quarters * HALF_PI_1) - quarters * HALF_PI_2) - quarters * HALF_PI_3;
+        const int64_t quadrant = (int64_t)quarters & 3;
         const double c = cosine(rest), s = sine(rest);
         cos[i] = (float)(quadrant == 0 ? c : quadrant == 1 ? -s : quadrant == 2 ? -c : s);
         sin[i] = (float)(quadrant == 0 ? s : quadrant == 1 ? c : quadrant == 2 ? -s : -c);

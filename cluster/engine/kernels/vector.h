@@ -22,7 +22,7 @@
 #define PARTS (LANES / WIDTH) /* registers of a vector */
 
 /* Loops over registers have to disappear: an array of registers that is indexed at run time lies in memory, where
-   products take five times as long. Each compiler ignores the other's pragma without a word. */
+   products take five times as long. Each compiler ignores the other's pragma. */
 #ifdef __clang__
 #define UNROLL _Pragma("clang loop unroll(full)")
 #else
@@ -43,7 +43,7 @@ typedef struct {
 } Vector;
 typedef struct {
     Ints part[PARTS];
-} Mask; /* lanes of ones or noughts */
+} Mask; /* all bits of a lane are 1 or 0 */
 
 /* Registers. */
 
@@ -65,7 +65,7 @@ INLINE Floats all_of(float x) { return x - (Floats){0}; } /* x + 0 would turn -0
 INLINE Floats load_floats(const float *x) { return *(const LooseFloats *)x; }
 INLINE void store_floats(float *x, Floats floats) { *(LooseFloats *)x = floats; }
 INLINE Floats choose_of(Ints mask, Floats yes, Floats no) { return (Floats)((mask & (Ints)yes) | (~mask & (Ints)no)); }
-/* b where either is no number, or both are nought: processors' own instructions differ there. */
+/* Returns b if either is NaN or both are 0: the instructions of processors differ there. */
 INLINE Floats max_of(Floats a, Floats b) { return choose_of((Ints)(a > b), a, b); }
 INLINE Floats min_of(Floats a, Floats b) { return choose_of((Ints)(a < b), a, b); }
 
@@ -73,7 +73,7 @@ INLINE Floats widen_halves(const uint16_t *halves) {
     return (Floats)(__builtin_convertvector(*(const LooseHalves *)halves, Ints) << 16);
 }
 
-INLINE Floats widen_bytes(const int8_t *bytes) { /* GCC makes scalar code of the conversion, but for these: */
+INLINE Floats widen_bytes(const int8_t *bytes) { /* GCC compiles the conversion to scalar code without intrinsics. */
 #if defined(__x86_64__) && WIDTH == 16
     return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)bytes)));
 #elif defined(__x86_64__) && WIDTH == 8
@@ -83,7 +83,7 @@ INLINE Floats widen_bytes(const int8_t *bytes) { /* GCC makes scalar code of the
 #endif
 }
 
-/* Rounds to bfloat16, to nearest, ties to even, as PyTorch does. Rounding could turn what is no number into infinity. */
+/* Rounds to bfloat16, to nearest, ties to even, as PyTorch does. Rounding alone could turn NaN into infinity. */
 INLINE void store_halves(uint16_t *to, Floats x) {
     const Ints bits = (Ints)x, rounded = (bits + (((bits >> 16) & 1) + 0x7fff)) >> 16, is_nan = (Ints)(x != x);
     *(LooseHalves *)to = __builtin_convertvector((is_nan & 0x7fc0) | (~is_nan & rounded), Halves);
@@ -92,7 +92,7 @@ INLINE void store_halves(uint16_t *to, Floats x) {
 /* e^x within 2 units in the last place; x is clamped to where e^x is a normal number. */
 INLINE Floats exp_of(Floats x) {
     x = min_of(max_of(x, all_of(-87.0f)), all_of(88.0f));
-    const Floats n = (x * 1.44269504f + 0x1.8p23f) - 0x1.8p23f; /* no fraction is left beside 1.5 * 2^23 */
+    const Floats n = (x * 1.44269504f + 0x1.8p23f) - 0x1.8p23f; /* adding 1.5 * 2^23 rounds to an integer */
     Floats r = fma_of(-n, all_of(0.693359375f), x); /* ln 2 in two parts */
     r = fma_of(-n, all_of(-2.12194440e-4f), r);
     Floats p = all_of(1.0f / 5040);
@@ -159,7 +159,7 @@ INLINE float largest_lane(Vector v) {
     return largest;
 }
 
-/* The first `count` lanes; the others are nought. */
+/* The first `count` lanes; the others are 0. */
 INLINE Vector load_first(const float *x, int64_t count) {
     if (count >= LANES) return load(x);
     float lanes[LANES] = {0};
@@ -201,7 +201,7 @@ INLINE void store_any(void *array, int64_t index, int64_t count, Vector v, int i
 #else
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (Ints){__VA_ARGS__})
 #endif
-/* WIDTH rows become columns: blocks beside the diagonal change places, of half of a register, a quarter, and so on. */
+/* Transposes WIDTH rows: blocks on both sides of the diagonal are exchanged, of half of a register, a quarter, and so on. */
 INLINE void turn_round(Floats *a) {
 #define EXCHANGE(size, first, second) \
     UNROLL for (int i = 0; i < WIDTH; i++) if ((i & size) == 0) { \

@@ -1,5 +1,5 @@
-/* What compilers make for one width of registers: sampling.c includes it for each, with TARGET, NAME, and COUNTERS,
-   which lie in a register. */
+/* Draws for one width of registers. sampling.c includes this once for each, with TARGET, NAME and COUNTERS, the number of
+   counters in a register. */
 
 #if COUNTERS > 1
 typedef uint64_t NAME(Words) __attribute__((vector_size(8 * COUNTERS))); /* a word of each counter */
@@ -80,7 +80,7 @@ static TARGET void NAME(load_chunk)(const float *logits, int64_t count, float te
     for (int i = 0; i < CHUNK; i++) x[i] = logits[i] / temperature;
 }
 
-/* What is no number is never the largest. */
+/* Returns the largest number; ignores NaN. */
 static TARGET float NAME(largest_of)(const float *x, int count) {
     float largest[PART];
     for (int k = 0; k < PART; k++) largest[k] = -INFINITY;

@@ -1,8 +1,8 @@
 /*
  * A row's noise is needed in full for a few of its tokens only: the others cannot reach the best score seen so far
- * even with an upper bound of their noise, which costs a handful of instructions for several tokens. What is left to pay
- * for is the random words (Philox4x64-10: Salmon, Moraes, Dror, Shaw, SC 2011). Choices are exact, so the same from
- * registers of every width.
+ * even with an upper bound of their noise, which costs a few instructions for several tokens. The remaining cost is that
+ * of the random words (Philox4x64-10: Salmon, Moraes, Dror, Shaw, SC 2011). Choices are exact, so they do not depend on
+ * the width of registers.
  */
 #include <math.h>
 #include <string.h>
@@ -13,7 +13,7 @@
 #define CHUNK 128           /* tokens */
 #define PART 16             /* tokens whose bounds are looked at together */
 #define ROUNDS 10
-#define CHAINS 2 /* of counters beside each other */
+#define CHAINS 2 /* of counters, computed together: one alone would wait for its products */
 #define LARGEST_NOISE 22.9f /* of the word 0: 33 ln 2 */
 
 #ifdef __clang__
@@ -53,8 +53,8 @@ static float noise_of_word(uint32_t word) {
  * At least noise_of_word, and little more where that is large.
  *
  * -log(-log1p(-v)) <= -log(v), and a float's bits, read as an integer, are its logarithm to base 2 with the
- * mantissa's part replaced by a chord under it: (bits / 2^23 - 127) <= log2. Roundings in here are below 1e-4. Half of the
- * word is a number with a sign, which every processor converts; its bits are those of the word less one exponent.
+ * mantissa's part replaced by a chord under it: (bits / 2^23 - 127) <= log2. Roundings in here are below 1e-4. `word >> 1`
+ * fits into a signed number, which every processor converts, and has an exponent less.
  */
 static inline float noise_bound(uint32_t word) {
     const float ln2 = 0.693147181f, half = (float)(int32_t)(word >> 1);

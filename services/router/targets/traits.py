@@ -10,7 +10,7 @@ Traits = tuple[tuple[str, str], ...]
 
 PATIENCE_S = 10.0
 _LONGEST_VALUE = 64
-_MIX = "for one pool on different processors set OUTRIDER_CPU_ISA=portable and target.dtype on every target,"
+_MIX = "to mix processors, set OUTRIDER_CPU_ISA=portable and the same target.dtype on every target,"
 
 
 class Reference:

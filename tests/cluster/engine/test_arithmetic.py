@@ -22,10 +22,10 @@ from tests.soak import IS_SOAK
 
 needs_kernels = pytest.mark.skipif(not has_kernels(), reason="they do not run here")
 KERNELS = Path(arithmetic.__file__).parent / "kernels"
-# What bits.c prints, compiled by anything for anything.
+# The hash that bits.c prints with every compiler and for every processor.
 BITS = "0527f519bc0f05ef"
 _ARM = ("aarch64-linux-gnu-gcc", "clang-16 --target=aarch64-linux-gnu")
-COMPILERS = (*_ARM, "gcc", "clang-16") if IS_SOAK else _ARM  # kernels for bfloat16 take half a minute to compile
+COMPILERS = (*_ARM, "gcc", "clang-16") if IS_SOAK else _ARM  # kernels of x86 take half a minute to compile
 
 
 @pytest.fixture
