@@ -226,3 +226,57 @@ class TestRope:
         angles = torch.outer(torch.arange(length).float(), embedding.inv_freq)
         for own, theirs in zip(table, expected, strict=True):
             assert ((own - theirs[0, :, :64]).abs() <= 1.5e-7 + 2**-23 * angles).all()
+
+
+class TestRefused:
+    """In one line that says what is supported."""
+
+    @pytest.mark.parametrize(
+        ("values", "said"),
+        [
+            ({"architectures": ["GPT2LMHeadModel"]}, f"a GPT2LMHeadModel; supported: {ARCHITECTURES}"),
+            ({"architectures": ...}, f"a none; supported: {ARCHITECTURES}"),
+            ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: 'silu'"),
+            (MISTRAL_7B | {"attention_bias": True}, "attention_bias True is not supported; supported: False"),
+            (QWEN_3_4B | {"mlp_bias": True}, "mlp_bias True is not supported; supported: False"),
+            (
+                {"rope_scaling": {"type": "longrope", "factor": 2.0}},
+                "RoPE scaling 'longrope' is not supported; supported: default, linear, llama3, yarn, dynamic",
+            ),
+            ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported; supported: 1.0"),
+            (
+                {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+                "by layer type are not supported; supported",
+            ),
+            (
+                {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+                "quantization with quant_method 'bitsandbytes', load_in_4bit True is not supported; supported: gptq",
+            ),
+            (
+                {"quantization_config": {"quant_method": "awq", "bits": 4, "version": "gemv"}},
+                "quant_method 'awq', bits 4, version 'gemv' is not supported",
+            ),
+            (
+                QWEN_2_5_7B | {"use_sliding_window": True, "layer_types": ["chunked_attention"] * 28},
+                "layer type 'chunked_attention' is not supported; supported: full_attention, sliding_attention",
+            ),
+        ],
+    )
+    def test_what_is_not_supported(self, tmp_path: Path, values: dict[str, Any], said: str) -> None:
+        with pytest.raises(ConfigurationError) as refusal:
+            read(tmp_path, LLAMA_2_7B | values)
+        assert said in str(refusal.value)
+        assert "\n" not in str(refusal.value)
+
+    @pytest.mark.parametrize(
+        ("values", "said"),
+        [
+            ({"vocab_size": ...}, "config.json has no 'vocab_size'"),
+            ({"rms_norm_eps": ...}, "config.json has no 'rms_norm_eps'"),
+            ({"rope_scaling": {"rope_type": "linear"}}, "config.json has no 'factor'"),
+            ({"hidden_size": "wide"}, "config.json: invalid literal"),
+        ],
+    )
+    def test_what_is_missing_or_no_number(self, tmp_path: Path, values: dict[str, Any], said: str) -> None:
+        with pytest.raises(ConfigurationError, match=said):
+            read(tmp_path, LLAMA_2_7B | values)
