@@ -124,6 +124,7 @@ endif
 
 # What `make test` does in short forms, at length: an hour or two. A fuzzer alone runs for minutes.
 soak: export SOAK := 1
+soak: export OUTRIDER_CPU_LANES := $(shell grep -qw avx2 /proc/cpuinfo && echo 8)
 soak: test
 
 bench: $(READY_DEV)

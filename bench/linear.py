@@ -2,15 +2,16 @@
 
 PyTorch's `F.linear`, oneDNN with packed weights, and this project's kernels by every set of instructions that there is
 here, the portable one with registers of every width; interleaved; the least of many repeats in milliseconds, as what
-disturbs can only add. In brackets: the share of what the machine allows, which is the lower of memory's bandwidth and of
-0.6 of the rate of a large product in float32, both measured in the same run. The head, which is never quantised, is left out.
-`--out` writes them to a file too.
+disturbs can only add. In brackets: the share of what the machine allows, which is the lower of memory's bandwidth and
+0.6 of the rate of a large product in float32, both measured in the same run. The head, which is never quantised, is
+left out. `--out` writes them to a file too.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import platform
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,7 +24,7 @@ from bench.machine import describe_machine
 from cluster.config import Config
 from cluster.engine.cpu_kernels import InstructionSet, kernels
 from cluster.engine.cpu_linear import KernelLinear
-from cluster.engine.linear import Linear, PackedLinear, PlainLinear
+from cluster.engine.linear import Linear, PackedLinear, PlainLinear, _can_pack
 from cluster.engine.model_config import ModelConfig
 from cluster.engine.quantization import Quantization, quantize
 from cluster.model_folder import resolve_model_folder
@@ -32,7 +33,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)
 FORMATS = {"float32": None, "bfloat16": None, "int8": Quantization(8, None), "int4": Quantization(4, 32)}
 WARM_UP = 2
 SHARE_OF_PRODUCTS = 0.6  # of the rate of a large product, which uses its inputs many times
-LANES = (16, 8)
+LANES = (16, 8) if platform.machine() == "x86_64" else (4,)
 
 Make = Callable[[torch.Tensor, Quantization | None], Linear]
 
@@ -90,12 +91,14 @@ def _kernels(name: str) -> dict[str, Make]:
     """Returns the kernels by name. PyTorch's have no integers, as they would widen all of them first."""
     found: dict[str, Make] = {}
     if FORMATS[name] is None:
-        packs = name == "float32" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        packs = _can_pack(torch.float32 if name == "float32" else torch.bfloat16)
         of_torch = (PlainLinear, PackedLinear) if packs else (PlainLinear,)
         found = {kernel.__name__: partial(_make_torch, kernel) for kernel in of_torch}
     unreal = (InstructionSet.PORTABLE, InstructionSet.AMX_EMULATED) if name != "float32" else tuple(InstructionSet)
     real = [choice for choice in InstructionSet if choice.is_supported and choice not in unreal]
     found |= {choice.name.lower(): partial(_make_own, choice) for choice in real}
+    if kernels is None:
+        return found
     widths = [lanes for lanes in LANES if kernels.use_lanes(lanes)]
     kernels.use_lanes(0)
     return found | {f"portable, {lanes} lanes": partial(_make_own, InstructionSet.PORTABLE) for lanes in widths}
@@ -139,7 +142,8 @@ def _interleaved(
     for _ in range(WARM_UP + repeats):
         for name, of_model in linears.items():
             inputs = xs if isinstance(of_model[0], KernelLinear) else narrow
-            kernels.use_lanes(int(name.split()[1]) if name.startswith("portable") else 0)
+            if kernels is not None:
+                kernels.use_lanes(int(name.split()[1]) if name.startswith("portable") else 0)
             started_at = time.perf_counter()
             for linear, x in zip(of_model, inputs, strict=True):
                 linear(x)

@@ -1,4 +1,4 @@
-"""`make release`: writes the sdist, a wheel for each kind of processor, and SHA256SUMS to dist/.
+"""`make release`: writes the sdist, the wheel and SHA256SUMS to dist/.
 
 It refuses a commit that is not the one its version names. It makes no tag: tag the commit first, then build it.
 """
@@ -16,9 +16,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
-# Wheels run with glibc 2.28, of 2018, or later. The kernels use Python's stable ABI, whose headers are the same for both.
-PLATFORM = "manylinux_2_28"
-COMPILERS = {"x86_64": "x86_64-linux-gnu-gcc", "aarch64": "aarch64-linux-gnu-gcc"}
 
 
 def problems(version: str, all_tags: Collection[str], tags_here: Collection[str], changes: str) -> list[str]:
@@ -42,19 +39,13 @@ def main() -> int:
     all_tags, tags_here = _git("tag", "--list", "v*"), _git("tag", "--list", "v*", "--points-at", "HEAD")
     changes = _git("status", "--porcelain", "--untracked-files=no")
     found = problems(version, all_tags.split(), tags_here.split(), changes)
-    found += [f"{compiler} is not installed" for compiler in COMPILERS.values() if shutil.which(compiler) is None]
     for problem in found:
         print(f"make release: {problem}", file=sys.stderr)
     if found:
         return 1
     shutil.rmtree(DIST, ignore_errors=True)
-    build = [sys.executable, "-m", "build", "--outdir", str(DIST), str(ROOT)]
-    subprocess.run([*build, "--sdist"], check=True)
-    for machine, compiler in COMPILERS.items():
-        # By default setuptools uses the platform on which it runs.
-        cross = {"CC": compiler, "LDSHARED": f"{compiler} -shared", "_PYTHON_HOST_PLATFORM": f"linux-{machine}"}
-        option = f"--config-setting=--build-option=--plat-name={PLATFORM}_{machine}"
-        subprocess.run([*build, "--wheel", option], check=True, env={**os.environ, **cross, "OUTRIDER_RELEASE": "1"})
+    command = [sys.executable, "-m", "build", "--outdir", str(DIST), str(ROOT)]
+    subprocess.run(command, check=True, env={**os.environ, "OUTRIDER_RELEASE": "1"})
     text = checksums([*DIST.glob("*.tar.gz"), *DIST.glob("*.whl")])
     (DIST / "SHA256SUMS").write_text(text, encoding="utf-8")
     print(text, end="")

@@ -38,8 +38,10 @@ def is_supported(instruction_set: int, /) -> bool:
     """Whether this processor has an InstructionSet, and the kernels were built for it."""
 
 def use_lanes(lanes: int, /) -> bool:
-    """Sets the width of registers of the portable kernels, in lanes (0: the best). Returns False, and changes nothing, if
-    this processor has none of that width."""
+    """Sets the width of registers of the portable kernels, in lanes (0: the best).
+
+    Returns False, and changes nothing, if this processor has none of that width.
+    """
 
 def cos_sin(angles: int, count: int, cos: int, sin: int, /) -> None:
     """The cosines and sines of float32 angles, rounded once, into float32."""

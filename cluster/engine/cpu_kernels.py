@@ -30,12 +30,8 @@ VARIABLE = "OUTRIDER_CPU_ISA"
 LANES_VARIABLE = "OUTRIDER_CPU_LANES"  # for tests: 16, 8 or 4 numbers in a register, which changes no bit
 NO_KERNELS = "none"  # value of the variable with which PyTorch's operators run
 
-if (
-    kernels is not None
-    and not kernels.use_lanes(int(os.environ.get(LANES_VARIABLE) or 0))
-    and LANES_VARIABLE in os.environ
-):
-    raise ConfigurationError(f"{LANES_VARIABLE}={os.environ[LANES_VARIABLE]} is not available on this processor")
+if kernels is not None and (_lanes := os.environ.get(LANES_VARIABLE)) and not kernels.use_lanes(int(_lanes)):
+    raise ConfigurationError(f"{LANES_VARIABLE}={_lanes} is not available on this processor")
 
 
 class InstructionSet(enum.IntEnum):

@@ -28,7 +28,8 @@ class KernelLinear:
         if not using.is_supported:  # querying support also requests the permission to use tiles
             raise ValueError(f"{using.name} is not supported here")
         if isinstance(weight, QuantizedWeight):
-            weight_format = Format.INT8 if weight.bits == 8 else Format.INT4
+            # INT4 stores inputs of a group in pairs.
+            weight_format = Format.INT8 if weight.bits == 8 or weight.group_size % 2 else Format.INT4
             values, group_size = weight.values, weight.group_size
             self._scales = pack_scales(weight.scales, using)
         else:

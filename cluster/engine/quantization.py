@@ -62,9 +62,9 @@ def quantize(weight: torch.Tensor, quantization: Quantization) -> QuantizedWeigh
             "quantization_group_size"
         )
     largest = 2 ** (quantization.bits - 1) - 1
-    groups = weight.float().view(weight.shape[0], -1, group_size)
+    groups = weight.float().reshape(weight.shape[0], -1, group_size)
     # As in torchao, the largest magnitude becomes half of the distance between the bounds, -largest - 1 and largest.
     scales = groups.abs().amax(dim=-1, keepdim=True) / (largest + 0.5)
     scales = scales.clamp(min=torch.finfo(torch.float32).smallest_normal)
     values = (groups * (1.0 / scales)).round().clamp(-largest - 1, largest).to(torch.int8)
-    return QuantizedWeight(values.view_as(weight), scales[..., 0], quantization.bits, weight.dtype)
+    return QuantizedWeight(values.view(weight.shape), scales[..., 0], quantization.bits, weight.dtype)

@@ -45,7 +45,7 @@ def _score(logits: torch.Tensor, token_ids: Sequence[int], width: int) -> TokenL
 
 
 def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
-    """Returns log-probabilities; on a CPU rounded from double precision, as those of float32 differ between processors."""
+    """Returns log-probabilities; on a CPU from double precision, as those of float32 differ between processors."""
     if logits.device.type != "cpu":
         return logits.log_softmax(dim=-1)
     return logits.double().log_softmax(dim=-1).float()

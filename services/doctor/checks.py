@@ -66,5 +66,5 @@ def _isas(workers: Iterable[WorkerFacts]) -> Told:
             yield (
                 "lower instruction set",
                 f"{worker.name} has {machine.instruction_set}, its processor {machine.best_instruction_set}",
-                "unset OUTRIDER_CPU_ISA there",
+                "unset OUTRIDER_CPU_ISA there, unless the pool mixes processors",
             )

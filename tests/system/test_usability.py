@@ -84,6 +84,15 @@ def test_a_normal_start_warns_of_nothing_says_where_all_is_and_leaves_nothing_ru
     assert list(tmp_path.glob("outrider-*")) == []
 
 
+def test_without_the_kernels_a_pair_answers_and_the_log_says_why(tmp_path: Path) -> None:
+    with served(tmp_path, "--port", "0", OUTRIDER_CPU_ISA="none", ONEDNN_MAX_CPU_ISA="AVX2") as (_, log):
+        url = re.search(r"ready at (\S+) ", log.read_text())
+        assert url is not None
+        body = {"prompt": "def main(", "max_tokens": 20, "temperature": 0}
+        httpx.post(f"{url[1]}/v1/completions", json=body, trust_env=False).raise_for_status()
+    assert "PyTorch's operators compute on this CPU" in log.read_text()
+
+
 def test_quantized_models_warn_of_nothing_either(tmp_path: Path) -> None:
     arguments = ["--router.port", "0", "--target.quantization", "int8", "--draft.drafter", "self-int4"]
     with served(tmp_path, *arguments) as (_, log):

@@ -80,7 +80,7 @@ INLINE void lay_out_queries(const Attention *a, const Part *p, int64_t head, int
         uint16_t *column = tiles + q / 16 * 16 * size;
         for (int64_t d = 0; d < a->head_dim; d += LANES) {
             uint16_t halves[LANES];
-            store(halves, 0, 0xffff, _mm512_loadu_ps(query + d), 1);
+            store_halves(halves, _mm512_loadu_ps(query + d));
             uint16_t *pairs = column + d / INPUTS * TILE + d % INPUTS / 2 * 32 + q % 16 * 2;
             for (int i = 0; i < LANES; i += 2) memcpy(pairs + 16 * i, halves + i, 2 * sizeof(uint16_t));
         }

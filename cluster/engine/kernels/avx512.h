@@ -11,29 +11,15 @@
 
 INLINE __mmask16 first_lanes(int64_t count) { return count >= LANES ? 0xffff : (__mmask16)((1u << count) - 1); }
 
-INLINE __m512 widen(__m256i halves) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
-}
-
-/* Lanes of element `index` and after, of a float32 or bfloat16 array. */
-INLINE __m512 load(const void *array, int64_t index, __mmask16 mask, int is_bfloat16) {
-    if (!is_bfloat16) return _mm512_maskz_loadu_ps(mask, (const float *)array + index);
-    return widen(_mm256_maskz_loadu_epi16(mask, (const uint16_t *)array + index));
-}
-
-/* Rounds to nearest, ties to even, as PyTorch does. */
-INLINE void store(void *array, int64_t index, __mmask16 mask, __m512 x, int is_bfloat16) {
-    if (!is_bfloat16) {
-        _mm512_mask_storeu_ps((float *)array + index, mask, x);
-        return;
-    }
+/* Rounds 16 numbers to bfloat16, to nearest, ties to even, as PyTorch does. */
+INLINE void store_halves(uint16_t *to, __m512 x) {
     __m512i bits = _mm512_castps_si512(x);
     __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
     /* Rounding could turn a NaN into an infinity. */
     __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
     rounded = _mm512_mask_mov_epi32(rounded, is_nan, _mm512_set1_epi32(0x7fc00000));
-    _mm256_mask_storeu_epi16((uint16_t *)array + index, mask, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+    _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
 }
 
 /* e^x within 2 units in the last place; x is clamped to where e^x is a normal number. */

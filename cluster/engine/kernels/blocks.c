@@ -26,7 +26,7 @@ TARGET static void round_row(const void *job, int64_t row) {
             for (int64_t half = 0; half < BLOCK; half += LANES) {
                 const int64_t left = w->group_size - i - half;
                 const __mmask16 mask = left > 0 ? first_lanes(left) : 0;
-                store(y, half, 0xffff, _mm512_maskz_loadu_ps(mask, x + i + half), 1);
+                store_halves(y + half, _mm512_maskz_loadu_ps(mask, x + i + half));
             }
         }
 }

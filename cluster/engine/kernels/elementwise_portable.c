@@ -36,7 +36,7 @@ static TARGET void silu_and_mul_row(const void *job, int64_t row) {
     const float *x = g->x + row * 2 * g->size;
     for (int64_t i = 0; i < g->size; i += LANES) {
         const Vector gate = load_first(x + i, g->size - i), up = load_first(x + g->size + i, g->size - i);
-        const Vector silu = quotient(gate, add(all(1), exp_v(subtract(all(0), gate))));
+        const Vector silu = quotient(gate, add(all(1), exp_v(negative(gate))));
         store_first(g->y + row * g->size + i, g->size - i, multiply(silu, up));
     }
 }

@@ -5,10 +5,12 @@ const Portable *portable;
 
 #if defined(__x86_64__)
 
+#ifdef __linux__
 #include <cpuid.h>
 #include <pthread.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#endif
 
 /* Of Linux's <asm/prctl.h>, which the headers of older systems lack. */
 #define REQUEST_PERMISSION 0x1023
@@ -19,6 +21,7 @@ static int has_avx512(void) {
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
 
+#ifdef __linux__
 static int has_permission;
 
 /* The kernel keeps no room for a thread's tiles unless its process asks for it; threads and children inherit it. */
@@ -32,6 +35,9 @@ static int has_tiles(void) {
     pthread_once(&once, ask_permission);
     return has_permission;
 }
+#else
+static int has_tiles(void) { return 0; } /* other systems were not tried */
+#endif
 
 static const Portable *with_lanes(int64_t lanes) {
     const int has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
@@ -52,9 +58,15 @@ int is_supported(InstructionSet set) {
 
 #else
 
-static const Portable *with_lanes(int64_t lanes) { return lanes == 4 || lanes == 0 ? &portable_4 : NULL; }
+static const Portable *with_lanes(int64_t lanes) {
+#if defined(__aarch64__)
+    if (lanes == 4 || lanes == 0) return &portable_4;
+#endif
+    (void)lanes;
+    return NULL;
+}
 
-int is_supported(InstructionSet set) { return set == PORTABLE; }
+int is_supported(InstructionSet set) { return set == PORTABLE && portable != NULL; }
 
 #endif
 

@@ -19,7 +19,6 @@ struct Parts; /* of attention.h */
 
 /* The kernels that compute in float32, for one width of registers. */
 typedef struct {
-    int64_t lanes;
     void (*linear)(const Linear *, int num_threads);
     void (*attention)(const struct Parts *, int num_threads);
     void (*add_rms_norm)(const Norm *, int64_t num_rows, int num_threads);

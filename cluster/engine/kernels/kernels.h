@@ -3,7 +3,7 @@
  * bfloat16 or integers, KV in float32 or bfloat16. Products with weights that are not in float32 use the units for
  * bfloat16 where there are any.
  *
- * A row's result has the same bits whatever the other rows of a step, the number of threads and the way a prompt
+ * A row's result has the same bits (as long as keys and values are finite) whatever the other rows of a step, the number of threads and the way a prompt
  * is cut into chunks: every sum runs in an order that is fixed by the model's shape and the row's position.
  */
 #ifndef OUTRIDER_KERNELS_H
@@ -75,7 +75,7 @@ typedef struct {
 } Attention;
 int attention(const Attention *attention, int num_threads); /* 0, or -1 without memory */
 
-/* elementwise_portable.c, by way of portable.h */
+/* elementwise_portable.c, called through Portable */
 typedef struct {
     float *hidden;       /* [num_rows, size]; delta is added to it */
     const float *delta;  /* [num_rows, size] or NULL */

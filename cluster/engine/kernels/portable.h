@@ -1,6 +1,6 @@
 /*
  * The kernels that compute in float32, compiled from one source for each width of registers: all of them give the same
- * bits. A file that includes this one defines WIDTH, TARGET and IS_SUPPORTED.
+ * bits. A file that includes this one defines WIDTH and TARGET.
  */
 #include <math.h>
 
@@ -15,6 +15,6 @@
 #define JOINED(a, b) a##b
 #define OF_WIDTH(width) JOINED(portable_, width)
 const Portable OF_WIDTH(WIDTH) = {
-    WIDTH, linear_portable, attention_portable, add_rms_norm_portable, silu_and_mul_portable, rotate_and_store_portable,
+    linear_portable, attention_portable, add_rms_norm_portable, silu_and_mul_portable, rotate_and_store_portable,
     widen_portable, narrow_portable,
 };

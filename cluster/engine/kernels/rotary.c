@@ -6,7 +6,7 @@
 
 #include "kernels.h"
 
-/* The sum of the three is pi / 2. The first two have 33 bits, so their products with a number of quarter turns are exact. */
+/* The sum of the three is pi / 2. The first two have 33 bits, so their products with up to 2^20 quarter turns are exact. */
 #define HALF_PI_1 0x1.921fb544p+0
 #define HALF_PI_2 0x1.0b4611a6p-34
 #define HALF_PI_3 0x1.3198a2e037073p-69

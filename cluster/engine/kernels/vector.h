@@ -22,7 +22,7 @@
 #define PARTS (LANES / WIDTH) /* registers of a vector */
 
 /* Loops over registers have to disappear: an array of registers that is indexed at run time lies in memory, where
-   products take five times as long. Each compiler ignores the other's pragma. */
+   products take five times as long. */
 #ifdef __clang__
 #define UNROLL _Pragma("clang loop unroll(full)")
 #else
@@ -151,12 +151,13 @@ INLINE float sum_of_lanes(Vector v) {
         UNROLL for (int i = 0; i < half; i++) x[i] += x[i + half];
     return x[0];
 }
+/* In the same order, so that NaN has the same effect at every width. */
 INLINE float largest_lane(Vector v) {
-    Floats most = v.part[0];
-    UNROLL for (int k = 1; k < PARTS; k++) most = max_of(most, v.part[k]);
-    float largest = most[0];
-    UNROLL for (int i = 1; i < WIDTH; i++) largest = most[i] > largest ? most[i] : largest;
-    return largest;
+    float x[LANES];
+    store(x, v);
+    UNROLL for (int half = LANES / 2; half > 0; half /= 2)
+        UNROLL for (int i = 0; i < half; i++) x[i] = x[i] > x[i + half] ? x[i] : x[i + half];
+    return x[0];
 }
 
 /* The first `count` lanes; the others are 0. */

@@ -87,7 +87,7 @@ static void insert(Best *best, int64_t id, float score) {
 #undef TARGET
 #undef NAME
 #define COUNTERS 4
-#define TARGET __attribute__((target("avx2,fma,bmi2")))
+#define TARGET __attribute__((target("avx2")))
 #define NAME(name) OF_WIDTH(name, 8)
 #include "rows.h"
 #undef COUNTERS
@@ -106,7 +106,7 @@ static DrawRow best_draw_row(void) {
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
         __builtin_cpu_supports("avx512dq"))
         return draw_row_16;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2")) return draw_row_8;
+    if (__builtin_cpu_supports("avx2")) return draw_row_8;
 #endif
     return draw_row_4;
 }

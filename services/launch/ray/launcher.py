@@ -171,7 +171,8 @@ def serve(config: Config, opens_page: bool = False) -> int:
         if has_begun:
             application.stop(signals.is_hurried)
         ray.shutdown()
-        _sweep_leftovers(signals.is_hurried)
+        if has_begun:
+            _sweep_leftovers(signals.is_hurried)
     return 0
 
 

@@ -51,9 +51,8 @@ def difference(traits: Traits, reference: Traits) -> str:
         f"its {name} {verbs[name]} {_value(own, name)}, the pool's {verbs[name]} {_value(others, name)}"
         for name in differing
     ]
-    advice = (
-        f": {_MIX} or" if all(traits.get("kernels", "").startswith("CpuModel") for traits in (own, others)) else ":"
-    )
+    are_cpus = all(traits.get("kernels", "").startswith("CpuModel") for traits in (own, others))
+    advice = f": {_MIX} or" if are_cpus and {"kernels", "processor"} & {*differing} else ":"
     return "; ".join(said) + f"{advice} see router.allow_different_targets"
 
 

@@ -29,7 +29,7 @@ both_forms = pytest.mark.parametrize(
     "form",
     [
         TorchModel,
-        pytest.param(CpuModel, marks=pytest.mark.skipif(not has_kernels(), reason="not built, or no AVX-512")),
+        pytest.param(CpuModel, marks=pytest.mark.skipif(not has_kernels(), reason="the kernels do not run here")),
     ],
 )
 every_checkpoint = pytest.mark.parametrize("options", CHECKPOINTS.values(), ids=CHECKPOINTS.keys())

@@ -15,7 +15,7 @@ from cluster.errors import ConfigurationError
 
 from .instruction_sets import INSTRUCTION_SETS
 
-needs_kernels = pytest.mark.skipif(not has_kernels(), reason="not built, or no AVX-512")
+needs_kernels = pytest.mark.skipif(not has_kernels(), reason="the kernels do not run here")
 every_set = pytest.mark.parametrize("using", INSTRUCTION_SETS)
 
 QUANTIZATIONS = {
@@ -24,6 +24,7 @@ QUANTIZATIONS = {
     "int4": Quantization(4, 32),
     "int4 in large groups": Quantization(4, 96),
     "int4 in groups that fill no block": Quantization(4, 16),
+    "int4 in odd groups": Quantization(4, 3),
 }
 every_format = pytest.mark.parametrize("name", QUANTIZATIONS)
 MOST_ROWS = 130

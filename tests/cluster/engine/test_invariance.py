@@ -21,7 +21,7 @@ from cluster.errors import ConfigurationError
 from .instruction_sets import INSTRUCTION_SETS, form_using
 
 CPU = torch.device("cpu")
-needs_kernels = pytest.mark.skipif(not has_kernels(), reason="not built, or no AVX-512")
+needs_kernels = pytest.mark.skipif(not has_kernels(), reason="the kernels do not run here")
 
 
 def runner(folder: Path, form: type[Model] | None = None, quantization: Quantization | None = None) -> ModelRunner:

@@ -30,7 +30,7 @@ from cluster.engine.weights import LayerWeights, ModelWeights, WeightFormat
 from .checkpoints import CHECKPOINTS
 from .instruction_sets import INSTRUCTION_SETS, form_using
 
-needs_kernels = pytest.mark.skipif(not has_kernels(), reason="not built, or no AVX-512")
+needs_kernels = pytest.mark.skipif(not has_kernels(), reason="the kernels do not run here")
 DTYPES = [torch.float32, torch.bfloat16]
 CPU = torch.device("cpu")
 BLOCK_SIZE, NUM_BLOCKS = 4, 64

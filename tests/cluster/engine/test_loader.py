@@ -22,7 +22,7 @@ from cluster.engine.runner import ModelRunner, kv_cache_budget
 from cluster.errors import ConfigurationError
 
 CPU = torch.device("cpu")
-needs_kernels = pytest.mark.skipif(not has_kernels(), reason="not built, or no AVX-512")
+needs_kernels = pytest.mark.skipif(not has_kernels(), reason="the kernels do not run here")
 
 
 @pytest.fixture
@@ -243,7 +243,7 @@ class TestRunner:
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
-def test_pytorchs_operators_run_on_a_processor_without_avx512(dtype: str) -> None:
+def test_pytorchs_operators_run_where_the_kernels_do_not(dtype: str) -> None:
     """oneDNN takes instructions up to AVX2, as on such a processor, and packs no bfloat16 then."""
     code = (
         "import logging, torch; logging.basicConfig()\n"
