@@ -122,7 +122,8 @@ else
 	$(BIN)/pytest -n 3 --dist loadscope --no-loadscope-reorder
 endif
 
-# What `make test` does in short forms, at length: an hour or two. A fuzzer alone runs for minutes.
+# What `make test` does in short forms, at length: an hour or two. A fuzzer alone runs for minutes. Portable kernels use the
+# registers of AVX2, so that both widths are tested.
 soak: export SOAK := 1
 soak: export OUTRIDER_CPU_LANES := $(shell grep -qw avx2 /proc/cpuinfo && echo 8)
 soak: test

@@ -252,6 +252,17 @@ def test_a_worker_whose_answers_would_differ_is_refused_by_name_of_what_differs(
     assert not other.requests
 
 
+def test_a_refusal_advises_how_different_processors_form_one_pool() -> None:
+    own = (("dtype", "bfloat16"), ("kernels", "CpuModel, portable"), ("weights", "a"))
+    advice = "set OUTRIDER_CPU_ISA=portable and the same target.dtype on every target"
+    assert advice in traits_module.difference(
+        own, (("dtype", "bfloat16"), ("kernels", "CpuModel, amx"), ("weights", "a"))
+    )
+    assert advice not in traits_module.difference(
+        own, (("dtype", "bfloat16"), ("kernels", "CpuModel, portable"), ("weights", "b"))
+    )
+
+
 def test_different_targets_may_be_allowed(background, new_target, tokenizer):
     first, other = new_target(), new_target()
     traits = with_traits(first, weights="a")
