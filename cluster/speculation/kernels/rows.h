@@ -91,9 +91,10 @@ static TARGET float NAME(largest_of)(const float *x, int count) {
     return largest[0];
 }
 
-/* Without noise, the logits are the scores. No token is missed: addition is monotone in float32 too, so that x plus a bound of the noise is not below the
-   score. (Comparing x with a difference would round otherwise.) */
-static TARGET void NAME(draw_row)(const float *logits, int64_t vocab_size, float temperature, const Noise *noise, Best *best) {
+/* Without noise, the logits are the scores. No token is missed: addition is monotone in float32 too, so that x plus a
+   bound of the noise is not below the score. (Comparing x with a difference would round otherwise.) */
+static TARGET void NAME(draw_row)(
+    const float *logits, int64_t vocab_size, float temperature, const Noise *noise, Best *best) {
     float x[CHUNK], bounds[CHUNK];
     uint32_t words[CHUNK];
     for (int64_t first = 0; first < vocab_size; first += CHUNK) {
