@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import platform
 import re
 import shutil
 import signal
@@ -11,14 +13,16 @@ import sys
 import sysconfig
 import tarfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import httpx
 import pytest
 
+from deploy.release import COMPILERS, build
 from services.version import commit
 from tests.soak import IS_SOAK
+from tests.system.arm import QEMU, python_for_arm
 from tests.waiting import WAIT_S
 
 ROOT = Path(__file__).parents[2]
@@ -29,23 +33,27 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in 
 
 @pytest.fixture(scope="session")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a folder with the sdist, and the wheel that is built from it.
+    """Returns a folder with the sdist and the wheels that are built from it, in `make test` only this processor's.
 
-    Compiles the kernels with -O1, because a full optimization, as at installation, takes half a minute.
+    That one has kernels compiled with -O1, because a full optimization, as at installation, takes half a minute.
     """
-    if shutil.which(sysconfig.get_config_var("CC").split()[0]) is None:
+    machine = platform.machine()
+    if shutil.which(COMPILERS[machine]) is None:
         pytest.skip("a wheel needs a C compiler")
     folder = tmp_path_factory.mktemp("dist")
-    environment = os.environ | {"OUTRIDER_RELEASE": "1"}
-    if not IS_SOAK:
-        compiler = tmp_path_factory.mktemp("compiler") / "cc"
-        compiler.write_text(f'#!/bin/sh\nexec {sysconfig.get_config_var("CC")} "$@" -O1\n', encoding="utf-8")
-        compiler.chmod(0o755)
-        environment["CC"] = str(compiler)
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)]
-    built = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
-    assert built.returncode == 0, built.stdout[-2000:] + built.stderr[-2000:]
+    if IS_SOAK:
+        build(folder, COMPILERS)
+        return folder
+    compiler = tmp_path_factory.mktemp("compiler") / "cc"
+    compiler.write_text(f'#!/bin/sh\nexec {COMPILERS[machine]} "$@" -O1\n', encoding="utf-8")
+    compiler.chmod(0o755)
+    build(folder, {machine: str(compiler)})
     return folder
+
+
+def of_machine(dist: Path, machine: str) -> Path:
+    [wheel] = dist.glob(f"*_{machine}.whl")
+    return wheel
 
 
 @pytest.fixture(scope="session")
@@ -55,7 +63,7 @@ def installed(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     python = folder / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
-    subprocess.run([*pip, *map(str, dist.glob("*.whl"))], check=True, env=ENVIRONMENT)
+    subprocess.run([*pip, str(of_machine(dist, platform.machine()))], check=True, env=ENVIRONMENT)
     [packages] = folder.glob("lib/python*/site-packages")
     # Paths of a .pth file come last, and .pth files there have no effect: an editable install of Outrider is not found.
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"), encoding="utf-8")
@@ -63,8 +71,8 @@ def installed(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_wheel_holds_the_product_and_nothing_else(dist: Path) -> None:
-    [wheel] = dist.glob("*.whl")
-    assert wheel.name.endswith(f"-cp311-abi3-{sysconfig.get_platform().replace('-', '_')}.whl")
+    wheel = of_machine(dist, platform.machine())
+    assert re.search(r"-cp311-abi3-manylinux_2_\d+_", wheel.name)
     names = set(zipfile.ZipFile(wheel).namelist())
     installed = {name for name in names if ".dist-info/" not in name}
     assert {name.partition("/")[0] for name in installed} == {"cluster", "services", "protos"}
@@ -78,6 +86,11 @@ def test_the_wheel_holds_the_product_and_nothing_else(dist: Path) -> None:
     assert {name for name in tracked if not name.endswith((".c", ".h"))} <= names
     assert {"cluster/engine/_kernels.abi3.so", "cluster/speculation/_sampling.abi3.so", "services/commit.txt"} <= names
     assert not [name for name in names if re.search(r"(^|/)(tests?|bench|results|docs)/|(^|/)test_", name)]
+
+
+def test_kernels_keep_to_pythons_stable_abi(dist: Path) -> None:
+    command = [sys.executable, "-m", "abi3audit", "--strict", *map(str, dist.glob("*.whl"))]
+    assert subprocess.run(command, check=False).returncode == 0
 
 
 def test_the_sdist_holds_what_the_wheel_is_built_from(dist: Path) -> None:
@@ -130,23 +143,43 @@ def test_a_cluster_runs_from_the_wheel(installed: Path, empty_folder: Path) -> N
     assert f"commit {commit() or 'unknown'}, wire " in shown
     assert shown.endswith("kernels built: engine, sampling)")
 
-    serve = subprocess.Popen(
-        [str(installed / "bin" / "outrider"), "serve", "--port", "0"],
-        cwd=empty_folder,
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert serve.stdout is not None
-        url = next(found.group(1) for line in serve.stdout if (found := re.search(r"ready at (http://\S+)", line)))
+    with served([str(installed / "bin" / "outrider"), "serve", "--port", "0"], empty_folder, ENVIRONMENT) as url:
         fields = {"prompt": "def main(", "max_tokens": 8, "temperature": 0}
         answer = httpx.post(f"{url}/v1/completions", json=fields, timeout=WAIT_S).json()
         assert answer["usage"]["completion_tokens"] == 8
         assert "page/main.js" in httpx.get(f"{url}/").text
         assert httpx.get(f"{url}/page/main.js").status_code == 200
+
+
+@contextlib.contextmanager
+def served(command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> Iterator[str]:
+    """Yields the URL of a cluster that `command` starts in `folder`."""
+    serve = subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        assert serve.stdout is not None
+        yield next(found.group(1) for line in serve.stdout if (found := re.search(r"ready at (http://\S+)", line)))
         serve.send_signal(signal.SIGTERM)
         assert serve.wait(WAIT_S) == 0
     finally:
         serve.kill()
         serve.wait()
+
+
+@pytest.mark.skipif(not IS_SOAK or shutil.which(QEMU) is None, reason="make soak, with qemu-user-static")
+def test_tokens_on_arm_are_those_on_this_processor(dist: Path, installed: Path, tmp_path: Path) -> None:
+    python = python_for_arm(tmp_path / "arm", of_machine(dist, "aarch64"))
+    machine = subprocess.run(
+        [python, "-c", "import platform; print(platform.machine())"], capture_output=True, text=True
+    )
+    assert machine.stdout == "aarch64\n"
+    environment = ENVIRONMENT | {"OUTRIDER_CPU_ISA": "portable"}
+    serve = ["-m", "services.cli", "serve", "--port", "0"]
+    with (
+        served([str(python), *serve], tmp_path, environment) as arm,
+        served([str(installed / "bin" / "python"), *serve], tmp_path, environment) as here,
+    ):
+        for seed, prompt in enumerate(("def main(", "import os\n\nclass Router:", "# The quick brown fox")):
+            for temperature in (0, 1):
+                fields = {"prompt": prompt, "max_tokens": 48, "temperature": temperature, "seed": seed, "logprobs": 1}
+                answers = [httpx.post(f"{url}/v1/completions", json=fields, timeout=600).json() for url in (arm, here)]
+                assert answers[0]["choices"] == answers[1]["choices"]
