@@ -22,7 +22,7 @@ from services.http_call import call
 from services.launch.local import LocalCluster
 
 _DRAFT = "outrider-draft-smollm2-135m"
-_QUESTIONS = (
+QUESTIONS = (
     "What is the capital of France, and what is it known for?",
     "Explain how rain forms.",
     "Write a short story about a lighthouse keeper.",
@@ -50,7 +50,7 @@ class Compared:
         return (
             f"| {self.temperature:g} | {statistics.median(self.without):.0f} | {statistics.median(self.auto):.0f} "
             f"| {statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f}) "
-            f"| {self.num_equal} of {len(_QUESTIONS)} |"
+            f"| {self.num_equal} of {len(QUESTIONS)} |"
         )
 
 
@@ -76,7 +76,7 @@ def _compare(url: str, temperature: float, repeats: int) -> Compared:
     for _ in range(repeats):
         for depth, of_depth in rates.items():
             started_at = time.perf_counter()
-            answers = [_ask(url, model, number, temperature, depth) for number in range(len(_QUESTIONS))]
+            answers = [_ask(url, model, number, temperature, depth) for number in range(len(QUESTIONS))]
             tokens = sum(answer["usage"]["completion_tokens"] for answer in answers)
             of_depth.append(tokens / (time.perf_counter() - started_at))
             texts[depth] = [answer["choices"][0]["message"]["content"] for answer in answers]
@@ -87,7 +87,7 @@ def _compare(url: str, temperature: float, repeats: int) -> Compared:
 def _ask(url: str, model: str, number: int, temperature: float, depth: int | str) -> Any:
     body = {
         "model": model,
-        "messages": [{"role": "user", "content": _QUESTIONS[number]}],
+        "messages": [{"role": "user", "content": QUESTIONS[number]}],
         "max_tokens": _MAX_TOKENS,
         "temperature": temperature,
         "seed": number,

@@ -3,22 +3,25 @@
 All systems are started with every core. They work in turn, and the others are stopped (SIGSTOP) meanwhile, so that a
 drift of the machine affects all of them equally. Each answers the same prompts with the same number of tokens, from a
 client that streams. vLLM has the libraries that it recommends preloaded. Its draft-model speculation is tried at
-several K, greedy and probabilistic; the best of them at a point is the peer there. Hugging Face's assisted generation
-has no server: it is called in its process, with one stream.
+several K, greedy and probabilistic, llama.cpp's (`bench.llama_cpp`) at several K; the best of them at a point is the
+peer there. Hugging Face's assisted generation has no server: it is called in its process, with one stream.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
+import re
+import shutil
 import signal
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,15 +29,20 @@ from typing import Any
 import httpx
 import yaml
 
+from bench.demonstration import QUESTIONS
+from bench.llama_cpp import convert, llama_server
 from bench.machine import describe_machine
 from bench.models import make_pair
 from bench.plot_peers import plot
 from bench.workload import held_out_prompts, p99, read_counters
 from cluster.errors import ConfigurationError
+from cluster.model_folder import resolve_model_folder
+from cluster.tokenization import Tokenizer
 from services.launch.child import Child
 from services.launch.local import free_ports
 from services.prove.client import RequestBurst, answer_all
 from services.prove.vllm_server import vllm_server
+from services.router.chat.template import ChatTemplate
 
 READY_SECONDS = 400.0
 MAX_MODEL_LEN = 1024
@@ -42,6 +50,8 @@ MAX_NUM_SEQS = 16
 KV_CACHE_BYTES = 2**28  # all systems are in memory at once
 _ENGINES = {"torch": "PyTorch", "vllm": "vLLM"}
 _PROMPTS = {1: 6, 4: 12, 16: 32}  # ten seconds' work or so
+_OUTRIDER = re.compile(r"(?P<engine>torch|vllm-target)(-(?P<quantization>int8|int4))?(-k(?P<k>\d+))?(@(?P<ms>[\d.]+))?")
+_LLAMA_CPP = re.compile(r"llama-(?P<type>bf16|f16|q8_0|f32)(-(?P<k>\d+))?")
 
 
 @dataclass(slots=True)
@@ -69,7 +79,7 @@ class System:
             self.model = httpx.get(f"{self.url}/v1/models", timeout=5).json()["data"][0]["id"]
             answer_all(self.url, self.model, [[1, 2, 3]], num_streams=1, temperature=0.0, max_tokens=4)
             health = httpx.get(f"{self.url}/health", timeout=5)
-            targets = health.json()["targets"] if health.content else []
+            targets = health.json().get("targets", []) if health.content else []
         except (ConfigurationError, httpx.HTTPError, ValueError, LookupError):
             return False
         return all(target["num_draft_links"] == target["num_draft_links_configured"] for target in targets)
@@ -94,7 +104,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="outrider-peers-") as name:
         folder = Path(name)
-        make_pair(folder)
+        if arguments.target is None:
+            make_pair(folder)
+        else:
+            for kind, model in (("target", arguments.target), ("draft", arguments.draft)):
+                shutil.copytree(resolve_model_folder(model), folder / kind)
         systems, started = _systems(folder, arguments), []
         try:
             for system in systems:  # one after the other: starting takes every core
@@ -105,7 +119,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for temperature in arguments.temperatures:
                     for num_streams in arguments.streams:
                         for system in systems:
-                            _measure(system, temperature, num_streams, arguments)
+                            prompts = _prompts(folder, num_streams, arguments.target is None)
+                            _measure(system, prompts, temperature, num_streams, arguments.max_tokens)
                 print(f"repeat {repeat + 1} of {arguments.repeats} done", file=sys.stderr, flush=True)
                 _write(arguments, systems)
         finally:
@@ -151,8 +166,6 @@ def table(document: dict[str, Any]) -> str:
 def _systems(folder: Path, arguments: argparse.Namespace) -> list[System]:
     target, draft = str(folder / "target"), str(folder / "draft")
     made: dict[str, Callable[[], System]] = {
-        "torch": lambda: _outrider(folder, "Outrider on PyTorch", "torch"),
-        "vllm-target": lambda: _outrider(folder, "Outrider on vLLM", "vllm"),
         "vllm": lambda: _vllm("vLLM", target, None),
         "ngram": lambda: _vllm(
             "vLLM ngram", target, {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
@@ -166,21 +179,24 @@ def _systems(folder: Path, arguments: argparse.Namespace) -> list[System]:
             own = {"method": "draft_model", "model": draft, "num_speculative_tokens": k, "draft_sample_method": way}
             made[f"draft-{k}-{way}"] = lambda own=own, k=k, way=way: _vllm(f"vLLM draft_model K={k} {way}", target, own)
     for name in arguments.systems:
-        engine, separator, round_trip_ms = name.partition("@")
-        if separator and engine in ("torch", "vllm-target"):
-            kind = engine.removesuffix("-target")
-            made[name] = lambda kind=kind, ms=float(round_trip_ms): _outrider(
-                folder, f"Outrider on {_ENGINES[kind]}, {ms:g} ms between the pools", kind, ms
+        if found := _OUTRIDER.fullmatch(name):
+            made[name] = lambda found=found: _outrider(folder, found.groupdict())
+        elif found := _LLAMA_CPP.fullmatch(name):
+            made[name] = lambda found=found: _llama_cpp(
+                folder, arguments.llama_cpp, found["type"], int(found["k"] or 0)
             )
     unknown = set(arguments.systems) - made.keys() - {"hf"}
     if unknown:
-        sys.exit(f"unknown systems {', '.join(sorted(unknown))}; known: {', '.join(made)}, hf")
+        sys.exit(f"unknown systems {', '.join(sorted(unknown))}; known: {', '.join(made)}, hf, and those of --help")
     return [made[name]() for name in arguments.systems if name != "hf"]
 
 
-def _outrider(folder: Path, name: str, engine: str, round_trip_ms: float = 0.0) -> System:
+def _outrider(folder: Path, what: Mapping[str, str | None]) -> System:
+    """`what`: the parts of a name by `_OUTRIDER`."""
     (port,) = free_ports(1)
-    settings = {
+    engine, round_trip_ms = "vllm" if what["engine"] == "vllm-target" else "torch", float(what["ms"] or 0)
+    quantization, k = what["quantization"], what["k"]
+    settings: dict[str, dict[str, Any]] = {
         "target": {
             "model": str(folder / "target"),
             "engine": engine,
@@ -188,14 +204,44 @@ def _outrider(folder: Path, name: str, engine: str, round_trip_ms: float = 0.0) 
             "max_num_seqs": MAX_NUM_SEQS,
             "enable_prefix_caching": False,
             "kv_cache_bytes": KV_CACHE_BYTES,
+            "quantization": quantization,
         },
         "draft": {"model": str(folder / "draft"), "enable_prefix_caching": False},
+        "speculation": {} if k is None else {"num_speculative_tokens": int(k), "controller": "fixed"},
         "router": {"port": port},
         "simulation": {"round_trip_ms": round_trip_ms},
     }
-    file = folder / f"{engine}-{round_trip_ms:g}.yaml"
+    name = f"Outrider on {_ENGINES[engine]}"
+    name += "".join(
+        [
+            f", {quantization}" if quantization else "",
+            f", k={k}" if k is not None else "",
+            f", {round_trip_ms:g} ms between the pools" if round_trip_ms else "",
+        ]
+    )
+    file = folder / f"{port}.yaml"
     file.write_text(yaml.safe_dump(settings), encoding="utf-8")
     child = Child(name, ["serve", "--config", str(file)])
+    return System(name, f"http://127.0.0.1:{port}", [child])
+
+
+def _llama_cpp(folder: Path, build: Path | None, file_type: str, k: int) -> System:
+    """`k`: tokens that its draft proposes at most; 0: it has none."""
+    if build is None:
+        sys.exit("--llama-cpp has to name the folder where llama.cpp was built: see bench/llama_cpp.py")
+    (port,) = free_ports(1)
+    name = f"llama.cpp {file_type}" + (f" draft K={k}" if k else "")
+    target, draft = (convert(build, folder / model, file_type) for model in ("target", "draft"))
+    child = llama_server(
+        name,
+        build,
+        target,
+        draft if k else None,
+        port,
+        num_speculative_tokens=k,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=MAX_NUM_SEQS,
+    )
     return System(name, f"http://127.0.0.1:{port}", [child])
 
 
@@ -221,9 +267,21 @@ def _start(system: System) -> None:
     print(f"{system.name} is ready after {time.monotonic() - started_at:.0f} s", file=sys.stderr, flush=True)
 
 
-def _measure(system: System, temperature: float, num_streams: int, arguments: argparse.Namespace) -> None:
-    prompts = held_out_prompts(_PROMPTS.get(num_streams, 2 * num_streams), seed=num_streams)
+def _prompts(folder: Path, num_streams: int, is_pair: bool) -> list[list[int]]:
+    """Text that the bundled pair was not trained on or, for other models, questions in their chat template."""
+    count = _PROMPTS.get(num_streams, 2 * num_streams)
+    if is_pair:
+        return held_out_prompts(count, seed=num_streams)
+    target = folder / "target"
+    template, tokenizer = ChatTemplate.from_folder(target), Tokenizer(target)
+    assert template is not None, "--target has no chat template"
+    texts = [template.render([{"role": "user", "content": question}]) for question in QUESTIONS]
+    return [tokenizer.encode(text) for _, text in zip(range(count), itertools.cycle(texts), strict=False)]
 
+
+def _measure(
+    system: System, prompts: Sequence[Sequence[int]], temperature: float, num_streams: int, max_tokens: int
+) -> None:
     def burst(prompts: Sequence[Sequence[int]], max_tokens: int) -> RequestBurst:
         return answer_all(
             system.url,
@@ -239,7 +297,7 @@ def _measure(system: System, temperature: float, num_streams: int, arguments: ar
         time.sleep(0.2)
     burst(prompts[:num_streams], 32)  # warm
     before = system.counters()
-    measured = burst(prompts, arguments.max_tokens)
+    measured = burst(prompts, max_tokens)
     after = system.counters()
     system.signal(signal.SIGSTOP)
     system.results.setdefault((temperature, num_streams), []).append(_result(measured, before, after))
@@ -334,8 +392,12 @@ def _parser() -> argparse.ArgumentParser:
         type=lambda text: text.split(","),
         default=f"{every},ngram,eagle,hf".split(","),
         help="of the names in _systems, commas between them; torch@10 and vllm-target@10 have a round trip of 10 ms "
-        "between the pools",
+        "between the pools, torch-int8-k3 has weights in INT8 and a fixed k of 3; llama-bf16 and llama-bf16-5 are "
+        "llama.cpp in bf16 (f16, q8_0, f32), without and with a draft of 5 tokens at most",
     )
+    parser.add_argument("--llama-cpp", type=Path, help="where llama.cpp was built: see bench/llama_cpp.py")
+    parser.add_argument("--target", help="an instruct model to serve instead of the 190M pair; --draft is its draft")
+    parser.add_argument("--draft", default="outrider-draft-smollm2-135m")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--repeats", type=int, default=3)
