@@ -36,7 +36,7 @@ from cluster.logprobs import MAX_LOGPROBS
 from cluster.speculation.params import MAX_LOGIT_BIAS
 from services.router.errors import excerpt, invalid_request, warn_of_unknown
 from services.router.output.stop import StopStrings
-from services.router.structured.grammar import grammar_of
+from services.router.structured.grammar import GRAMMAR_FIELDS, grammar_of
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
@@ -200,6 +200,11 @@ class ApiRequest(BaseModel, abc.ABC):
     def grammar(self) -> Grammar | None:
         """Returns the grammar of the answer's text. Raises InvalidRequestError naming the field."""
         return grammar_of(self.__dict__)
+
+    @property
+    def grammar_field(self) -> str:
+        """The name of the field that asks for a grammar; "" if none does."""
+        return next((name for name in GRAMMAR_FIELDS if getattr(self, name) is not None), "")
 
     @property
     def num_logprobs(self) -> int | None:

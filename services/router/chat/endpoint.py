@@ -21,9 +21,9 @@ from services.router.chat.prompt import ChatPrompts, Conversation, check_continu
 from services.router.chat.readers import Readers
 from services.router.chat.shapes import ChatMessage, ToolChoiceField, ToolDefinition
 from services.router.output.accepted_drafts import AnswerRound
+from services.router.output.answer_grammar import answer_grammar
 from services.router.output.message import MessageWriter, Reader
 from services.router.output.piece import Piece
-from services.router.output.reasoning_grammar import after_reasoning
 from services.router.output.speculation_stats import SpeculationStats
 from services.router.output.tools import Tool, ToolChoice, check_choice, to_tool_choice, to_tools, tool_grammar
 
@@ -193,7 +193,7 @@ class ChatCompletions(ApiEndpoint[ChatRequest]):
         grammar = request.grammar
         if grammar is None or reader is None:
             return grammar
-        return after_reasoning(grammar, reader, self._serving.tokenizer.special_tokens)
+        return answer_grammar(grammar, request.grammar_field, reader, self._serving.tokenizer.special_tokens)
 
     def _reply(self, request: ChatRequest, reader: Reader | None, **frame: Any) -> Reply:
         return ChatReply(reader=reader, **frame)

@@ -48,16 +48,18 @@ class Readers:
         `prompt`: the prompt's token IDs. `continued`: the text of the message that the answer continues.
         """
         program: Program = plain
+        call_format = self.tool_format if tools and choice.mode == "auto" else None
         if choice.is_forced:
             program = named(choice.name) if choice.mode == "named" else required
-        elif tools and choice.mode == "auto" and self.tool_format is not None:
-            program = self.tool_format.program
+        elif call_format is not None:
+            program = call_format.program
         if program is plain and not self.reads_reasoning:
             return None
         mark = self._last_mark(prompt, continued) if self.reads_reasoning else None
         return Reader(
             program=program,
             tools=tools,
+            call_format=call_format,
             reads_reasoning=self.reads_reasoning,
             reasoning_has_begun=mark == BEGIN,
             may_reason=self.reads_reasoning and mark != END and not continued,

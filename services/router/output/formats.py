@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from services.router.output.call_grammar import CallPart, hermes_calls, llama3_calls, mistral_calls, qwen3_xml_calls
 from services.router.output.qwen_xml import read_function
 from services.router.output.source import WHITE_SPACE, Reading, Source, Writer
 from services.router.output.tool_calls import is_name, read_arguments, read_call, read_calls
@@ -183,16 +184,19 @@ def _pass_over(source: Source, tag: str) -> Reading[None]:
 @dataclass(frozen=True)
 class ToolFormat:
     program: Program
+    part: CallPart  # of the grammar of an answer, for calls
     markers: tuple[str, ...]  # markers that the text must show even if they are special tokens
+    argument_key: str | None = None  # of a call that is a plain object without a marker; None: all calls have one
     has_short_ids: bool = False  # whether calls need IDs of nine letters and digits: the template refuses others
 
 
+_TOOL_CALL = ("<tool_call>", "</tool_call>")
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
-    "hermes": ToolFormat(_hermes, ("<tool_call>", "</tool_call>")),
-    "qwen": ToolFormat(_hermes, ("<tool_call>", "</tool_call>")),
-    "qwen3_xml": ToolFormat(_qwen3_xml, ("<tool_call>", "</tool_call>")),
-    "llama3": ToolFormat(_llama3, ("<|python_tag|>",)),
-    "mistral": ToolFormat(_mistral, ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), has_short_ids=True),
+    "hermes": ToolFormat(_hermes, hermes_calls, _TOOL_CALL),
+    "qwen": ToolFormat(_hermes, hermes_calls, _TOOL_CALL),
+    "qwen3_xml": ToolFormat(_qwen3_xml, qwen3_xml_calls, _TOOL_CALL),
+    "llama3": ToolFormat(_llama3, llama3_calls, ("<|python_tag|>",), argument_key="parameters"),
+    "mistral": ToolFormat(_mistral, mistral_calls, ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), has_short_ids=True),
 }
 
 # Strings in a template that identify its format; the first match counts.

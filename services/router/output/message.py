@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.router.output.formats import Program, plain
+from services.router.output.formats import Program, ToolFormat, plain
 from services.router.output.reasoning import read_reasoning
 from services.router.output.source import Reading, Said, Source, Writer
 from services.router.output.tools import Tool
@@ -29,6 +29,7 @@ class Reader:
     reasoning_has_begun: bool = False  # whether the prompt began the reasoning
     may_reason: bool = False  # whether the answer may begin with reasoning: the prompt has not ended it
     include_reasoning: bool = True
+    call_format: ToolFormat | None = None  # of calls that the model may make or not
     parallel_calls: bool = True
     has_short_ids: bool = False
     calls_finish: bool = True  # whether an answer with calls ends with "tool_calls": not if the client chose the call

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ MAX_DESCRIPTION_CHARACTERS = 65_536
 MAX_SCHEMA_CHARACTERS = 65_536
 MAX_SCHEMA_DEPTH = 32
 
+NO_PARAMETERS = {"type": "object", "additionalProperties": False}
 INPUT_PARAMETER = "input"
 "The only parameter, a string, of the function that represents a custom tool for the model."
 
@@ -31,7 +32,7 @@ class Tool:
     """A function that the model may call."""
 
     name: str
-    parameters: Schema  # JSON schema of an object; {}: any object
+    parameters: Schema  # JSON schema of an object
     definition: Mapping[str, Any]  # in the form that templates take
 
 
@@ -84,7 +85,7 @@ def _tool(value: object, where: str) -> Tool:
     if parameters is not None:
         _check_schema(parameters, f"{where}.function.parameters")
     shown = {field: item for field, item in function.items() if field != "strict" and item is not None}
-    return Tool(name, parameters or {}, {"type": "function", "function": shown})
+    return Tool(name, parameters or NO_PARAMETERS, {"type": "function", "function": shown})
 
 
 def _check_schema(schema: object, where: str) -> None:
@@ -136,41 +137,54 @@ def tool_grammar(choice: ToolChoice, tools: Sequence[Tool], *, parallel: bool) -
     "parameters": ...}, with exactly one unless `parallel` is set. Raises InvalidRequestError if the parameters of a
     tool that may be called cannot be enforced.
     """
-    indices = {tool.name: index for index, tool in enumerate(tools)}
     if choice.mode == "named":
-        index = indices[choice.name]
-        return Grammar("json_schema", schema_text(_parameters(tools[index], index)))
+        [index] = [index for index, tool in enumerate(tools) if tool.name == choice.name]
+        return Grammar("json_schema", schema_text(_enforceable(tools[index], index)))
     if choice.mode != "required":
         return None
-    definitions: dict[str, Schema] = {}
-    calls = [_call_schema(tool, index, definitions) for index, tool in enumerate(tools)]
+    calls, definitions = _calls(tools, "parameters", _enforceable)
     schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
     if not parallel:
         schema["maxItems"] = 1
-    if definitions:
-        schema["$defs"] = definitions
-    return Grammar("json_schema", schema_text(schema))
+    return Grammar("json_schema", schema_text(schema | definitions))
 
 
-def _parameters(tool: Tool, index: int) -> dict[str, Any]:
+def calls_schema(tools: Sequence[Tool], argument_key: str) -> dict[str, Any]:
+    """Returns the schema of a call that nobody requires, {"name": ..., `argument_key`: ...}."""
+    calls, definitions = _calls(tools, argument_key, parameters_schema)
+    return {"anyOf": calls} | definitions
+
+
+def parameters_schema(tool: Tool, index: int = 0) -> dict[str, Any]:
+    """Returns the schema of the arguments of a call that nobody requires: any object if `tool`'s cannot be enforced."""
+    try:
+        return _enforceable(tool, index)
+    except InvalidRequestError:
+        return {"type": "object"}
+
+
+def _enforceable(tool: Tool, index: int) -> dict[str, Any]:
     """Returns the enforceable schema of the arguments of `tool`.
 
-    The names of its definitions differ from those of other tools.
+    The names of its definitions differ from those of other tools. Raises InvalidRequestError if there is none.
     """
     name = f"tools[{index}].function.parameters"
     return enforceable_schema({"type": "object", **tool.parameters}, name, prefix=f"tool{index}-")
 
 
-def _call_schema(tool: Tool, index: int, definitions: dict[str, Schema]) -> Schema:
-    """Returns the schema of a call of `tool`; adds its own definitions to `definitions`."""
-    parameters = _parameters(tool, index)
-    definitions.update(parameters.pop("$defs", {}))
-    return {
-        "type": "object",
-        "properties": {"name": {"const": tool.name}, "parameters": parameters},
-        "required": ["name", "parameters"],
-        "additionalProperties": False,
-    }
+def _calls(
+    tools: Sequence[Tool], argument_key: str, parameters_of: Callable[[Tool, int], dict[str, Any]]
+) -> tuple[list[Schema], dict[str, Any]]:
+    """Returns the schemas of the calls, and what else their root needs: the definitions."""
+    calls: list[Schema] = []
+    definitions: dict[str, Schema] = {}
+    for index, tool in enumerate(tools):
+        parameters = parameters_of(tool, index)
+        definitions.update(parameters.pop("$defs", {}))
+        properties = {"name": {"const": tool.name}, argument_key: parameters}
+        required = ["name", argument_key]
+        calls.append({"type": "object", "properties": properties, "required": required, "additionalProperties": False})
+    return calls, {"$defs": definitions} if definitions else {}
 
 
 def _refusal(reason: str, value: object) -> InvalidRequestError:
