@@ -60,11 +60,6 @@ _EXPRESSIONS = {
 PATTERNS: dict[str, Pattern] = {name: rewrite(expression) for name, expression in _EXPRESSIONS.items()}
 """The expressions of the formats that are enforced."""
 
-SHORT_PATTERNS: dict[str, Pattern] = {
-    "uri": rewrite(rf"{_SCHEME}//[a-z0-9-]{{1,60}}(?:\.[a-z0-9-]{{1,60}}){{0,2}}(?:/[A-Za-z0-9._~=&?/-]{{0,250}})?")
-}
-"""Bounded expressions, for schemas with `maxLength`."""
-
 UNCHECKED = frozenset(
     {
         *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float", "double", "decimal"),

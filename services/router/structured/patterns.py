@@ -25,12 +25,11 @@ from services.router.structured.expressions import (
     Ranges,
     Repeat,
     complement,
-    count,
     intersection,
     ranges,
     simplified,
     texts_of,
-    widths,
+    with_length,
     with_one_of,
     written,
 )
@@ -56,10 +55,15 @@ class Pattern:
     """A rewritten expression."""
 
     node: Node
-    text: str
-    shortest: int
-    longest: int | None  # None: unbounded
-    repeated: str = ""  # the class of characters if the expression is a single class, repeated
+
+    @property
+    def text(self) -> str:
+        return f"^{_AS_RULES}{written(self.node)}$"
+
+    def with_length(self, least: int, most: int | None) -> Pattern | None:
+        """Returns this expression for texts of `least` to `most` characters; None if none is found."""
+        node = with_length(self.node, least, most)
+        return None if node == NOTHING else Pattern(node)
 
     def texts(self) -> tuple[str, ...] | None:
         """Returns all texts; None if there are more than 64."""
@@ -92,21 +96,11 @@ def rewrite(pattern: str) -> Pattern:
     node = simplified(_sequence(list(parsed), is_first=True, is_last=True))
     if node == NOTHING:
         raise PatternError("has no text that a JSON string can spell without escapes")
-    shortest, longest = widths(node)
-    repeated = ""
-    if isinstance(node, Repeat) and isinstance(node.inner, Class):
-        repeated = written(node.inner)
-    return Pattern(node, f"^{_AS_RULES}{written(node)}$", shortest, longest, repeated)
+    return Pattern(node)
 
 
-def repeated(characters: str, shortest: int, longest: int | None) -> str:
-    """Returns the expression for `shortest` to `longest` characters of the class `characters`."""
-    return f"^{_AS_RULES}{characters}{count(shortest, longest)}$"
-
-
-def any_characters() -> str:
-    """Returns the class of all characters that strings may have."""
-    return written(Class(PLAIN))
+ANY = Pattern(Repeat(Class(PLAIN), 0, None))
+"""Any text that a string can spell without escapes."""
 
 
 def _sequence(items: Items, *, is_first: bool, is_last: bool) -> Node:

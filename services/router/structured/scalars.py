@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.router.structured.errors import SchemaError, at
-from services.router.structured.formats import PATTERNS, SHORT_PATTERNS, UNCHECKED
-from services.router.structured.patterns import MAX_REPEATS, Pattern, PatternError, any_characters, repeated, rewrite
+from services.router.structured.formats import PATTERNS, UNCHECKED
+from services.router.structured.patterns import ANY, Pattern, PatternError, rewrite
 
+MAX_LENGTH = 2**20  # characters of a string
 _MAX_NUMBER = 2**53  # beyond it many JSON parsers merge neighbouring integers
 _SMALLEST_RANGE = 1e-5  # grammars write bounded numbers with six decimals
 
@@ -20,21 +21,21 @@ def string(schema: Mapping[str, Any], path: str) -> dict[str, Any]:
     longest = count(schema, "maxLength", path)
     if longest is not None and longest < shortest:
         raise SchemaError(at(path, "maxLength"), "is less than minLength: no string is allowed")
-    pattern = _pattern(schema, path, longest)
-    if pattern is None:
-        if not shortest and longest is None:
-            return {"type": "string"}
-        for keyword in ("minLength", "maxLength"):
-            if schema.get(keyword, 0) > MAX_REPEATS:
-                raise SchemaError(at(path, keyword), f"should be at most {MAX_REPEATS}")
-        return {"type": "string", "pattern": repeated(any_characters(), shortest, longest)}
-    text = pattern.text
-    if shortest > pattern.shortest or (longest is not None and (pattern.longest is None or longest < pattern.longest)):
-        text = _limited(pattern, shortest, longest, schema, path)
-    return {"type": "string", "pattern": text}
+    for keyword in ("minLength", "maxLength"):
+        if schema.get(keyword, 0) > MAX_LENGTH:
+            raise SchemaError(at(path, keyword), f"should be at most {MAX_LENGTH}")
+    pattern = _pattern(schema, path)
+    if not shortest and longest is None:
+        return {"type": "string"} | ({} if pattern is None else {"pattern": pattern.text})
+    limited = (ANY if pattern is None else pattern).with_length(shortest, longest)
+    if limited is None:
+        keyword = "minLength" if "maxLength" not in schema else "maxLength"
+        what = "format" if "pattern" not in schema else "pattern"
+        raise SchemaError(at(path, keyword), f"leaves no text of this {what}")
+    return {"type": "string", "pattern": limited.text}
 
 
-def _pattern(schema: Mapping[str, Any], path: str, longest: int | None) -> Pattern | None:
+def _pattern(schema: Mapping[str, Any], path: str) -> Pattern | None:
     """Returns the expression of `pattern` or `format`; None if they do not limit the text."""
     name = schema.get("format")
     if name is not None and not isinstance(name, str):
@@ -44,9 +45,7 @@ def _pattern(schema: Mapping[str, Any], path: str, longest: int | None) -> Patte
     if name is not None and name not in PATTERNS:
         raise SchemaError(at(path, "format"), f"is {name[:40]!r}, which cannot be enforced: use a pattern")
     if "pattern" not in schema:
-        return (
-            None if name is None else (PATTERNS[name] if longest is None else SHORT_PATTERNS.get(name, PATTERNS[name]))
-        )
+        return None if name is None else PATTERNS[name]
     if name is not None:
         raise SchemaError(at(path, "pattern"), "cannot be enforced together with a format: leave one out")
     if not isinstance(schema["pattern"], str):
@@ -64,22 +63,6 @@ def text_of(schema: Mapping[str, Any], path: str) -> Pattern | None:
         return None if expression is None else rewrite(expression)
     except PatternError as error:
         raise SchemaError(path, str(error)) from error
-
-
-def _limited(pattern: Pattern, shortest: int, longest: int | None, schema: Mapping[str, Any], path: str) -> str:
-    """Returns the expression of the texts of `pattern` with `shortest` to `longest` characters.
-
-    Raises SchemaError unless `pattern` repeats a single class of characters.
-    """
-    shortest = max(shortest, pattern.shortest)
-    if pattern.longest is not None:
-        longest = pattern.longest if longest is None else min(longest, pattern.longest)
-    fits = longest is None or shortest <= longest
-    if pattern.repeated and fits and max(shortest, longest or 0) <= MAX_REPEATS:
-        return repeated(pattern.repeated, shortest, longest)
-    keyword = "minLength" if schema.get("minLength", 0) > pattern.shortest else "maxLength"
-    what = "format" if "pattern" not in schema else "pattern"
-    raise SchemaError(at(path, keyword), f"cannot be enforced together with this {what}: put the length into a pattern")
 
 
 def integer(schema: Mapping[str, Any], path: str) -> dict[str, Any]:

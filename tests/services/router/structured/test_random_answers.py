@@ -71,6 +71,8 @@ def test_random_schemas_are_kept_or_refused(model: RandomModel) -> None:
         {"type": "array", "items": True},
         {"type": "array", "minItems": 2, "prefixItems": [{"type": "null"}, {"type": "boolean"}]},
         {"type": "string", "minLength": 1, "maxLength": 3},
+        {"type": "string", "format": "email", "maxLength": 30},
+        {"type": "string", "pattern": "^([a-z]+ )*[a-z]+$", "minLength": 5, "maxLength": 20},
         {"type": "object", "patternProperties": {"^[ab]$": {"type": "null"}}, "minProperties": 2},
         {"type": "string", "pattern": "^a(cb{1,3})?$"},
         {"anyOf": [{"type": "object", "properties": {"title": {"const": n}}, "required": ["title"]} for n in (1, "x")]},
