@@ -4,8 +4,8 @@ The answers of a cluster without drafts are compared with those under speculatio
 with other blocks and chunks of prompts, and one at a time.
 
 `--instruction-sets all`: on each set that this processor's kernels can be forced to, emulated ones too, answers without
-drafts are compared with those under speculation, and the counts are written to a file. A cluster's
-programs are told the set by their environment.
+drafts are compared with those under speculation, and the counts are written to a file. `portable` is speculated with
+in registers of every width. A cluster's programs are told the set and the width by their environment.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
-import torch
 
 from bench.machine import describe_machine
 from bench.workload import held_out_prompts, read_counters
 from cluster.config.file import load_config
-from cluster.engine.cpu_kernels import VARIABLE, InstructionSet, instruction_set
+from cluster.engine.cpu_kernels import LANES_VARIABLE, VARIABLE, InstructionSet, kernels
 from services.launch.local import LocalCluster
 
 READY_TIMEOUT_SECONDS = 120
@@ -32,6 +31,8 @@ MAX_TOKENS = 250
 TEMPERATURES = (0.0, 0.7, 1.0)
 OTHER_CUT = ("draft.drafter=ngram", "target.block_size=48", "target.max_num_batched_tokens=80")
 OUT = Path("bench/results/exactness.json")
+
+Row = dict[str, object]
 
 
 def answers(url: str, prompts: Sequence[Sequence[int]], k: int, concurrency: int) -> list[list[int]]:
@@ -80,36 +81,49 @@ def compare_ways(prompts: Sequence[Sequence[int]], shared: Sequence[str]) -> dic
     return {name: num_differing(expected, others) for name, others in compared.items()}
 
 
-def compare_on(using: InstructionSet, prompts: Sequence[Sequence[int]], shared: Sequence[str]) -> dict[str, object]:
-    """Compares answers with and without speculation on one instruction set. Returns the row for the table."""
-    with _forced(using), LocalCluster(load_config(None, shared)) as cluster:
-        cluster.wait_ready(READY_TIMEOUT_SECONDS)
-        expected = answers(cluster.url, prompts, k=0, concurrency=8)
-        drafted = answers(cluster.url, prompts, k=4, concurrency=5)
-        counters = read_counters(f"{cluster.url}/metrics")
-    num_tokens, num_answers = num_differing(expected, drafted)
-    return {
-        "instruction_set": using.name.lower(),
-        "num_answers": len(prompts),
-        "num_tokens": sum(map(len, expected)),
-        "num_accepted_drafts": int(counters["vllm:spec_decode_num_accepted_tokens_total"]),
-        "num_different_tokens": num_tokens,
-        "num_different_answers": num_answers,
-    }
+def compare_on(using: InstructionSet, prompts: Sequence[Sequence[int]], shared: Sequence[str]) -> Iterator[Row]:
+    """Compares answers with and without speculation on one instruction set. Yields rows for the table."""
+    name, expected = using.name.lower(), None
+    for lanes in _widths() if using is InstructionSet.PORTABLE else [""]:
+        with _forced(name, lanes), LocalCluster(load_config(None, shared)) as cluster:
+            cluster.wait_ready(READY_TIMEOUT_SECONDS)
+            if expected is None:
+                expected = answers(cluster.url, prompts, k=0, concurrency=8)
+            drafted = answers(cluster.url, prompts, k=4, concurrency=5)
+            counters = read_counters(f"{cluster.url}/metrics")
+        num_tokens, num_answers = num_differing(expected, drafted)
+        yield {
+            "instruction_set": f"{name}, {lanes} lanes" if lanes else name,
+            "num_answers": len(prompts),
+            "num_tokens": sum(map(len, expected)),
+            "num_accepted_drafts": int(counters["vllm:spec_decode_num_accepted_tokens_total"]),
+            "num_different_tokens": num_tokens,
+            "num_different_answers": num_answers,
+        }
+
+
+def _widths() -> list[str]:
+    """The widths that this processor has, in numbers."""
+    assert kernels is not None
+    found = [str(lanes) for lanes in (16, 8, 4) if kernels.use_lanes(lanes)]
+    kernels.use_lanes(0)
+    return found
 
 
 @contextmanager
-def _forced(using: InstructionSet) -> Iterator[None]:
-    """Programs that are started meanwhile compute with `using`."""
-    before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = using.name.lower()
+def _forced(name: str, lanes: str) -> Iterator[None]:
+    """Programs that are started meanwhile compute with this instruction set and, if given, this width."""
+    forced = {VARIABLE: name} | ({LANES_VARIABLE: lanes} if lanes else {})
+    before = {variable: os.environ.get(variable) for variable in forced}
+    os.environ |= forced
     try:
-        assert instruction_set(torch.bfloat16) is using
         yield
     finally:
-        del os.environ[VARIABLE]
-        if before is not None:
-            os.environ[VARIABLE] = before
+        for variable, value in before.items():
+            if value is None:
+                del os.environ[variable]
+            else:
+                os.environ[variable] = value
 
 
 def main() -> None:
@@ -152,16 +166,19 @@ def main() -> None:
     if unknown := set(names) - supported.keys():
         parser.error(f"--instruction-sets {','.join(sorted(unknown))}: here are {', '.join(supported)}")
     about = {"machine": describe_machine(), "numerics": arguments.numerics}
-    rows = {name: row for name, row in _rows_in(arguments.out, about).items() if name not in names}
+    kept = _rows_in(arguments.out, about)
+    rows = {name: row for name, row in kept.items() if name.partition(",")[0] not in names}
     for name in names:
-        rows[name] = compare_on(supported[name], prompts, shared)
-        print(f"{name}: {rows[name]['num_different_tokens']} of {rows[name]['num_tokens']} tokens differ", flush=True)
-        result = {**about, "rows": list(rows.values())}
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        for row in compare_on(supported[name], prompts, shared):
+            rows[str(row["instruction_set"])] = row
+            numbers = f"{row['num_different_tokens']} of {row['num_tokens']}"
+            print(f"{row['instruction_set']}: {numbers} tokens differ", flush=True)
+            result = {**about, "rows": list(rows.values())}
+            arguments.out.parent.mkdir(parents=True, exist_ok=True)
+            arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
-def _rows_in(path: Path, about: Mapping[str, object]) -> dict[str, dict[str, object]]:
+def _rows_in(path: Path, about: Mapping[str, object]) -> dict[str, Row]:
     """Reads the rows at `path`, by instruction set. Returns none if the file has other settings than `about`."""
     if not path.exists():
         return {}

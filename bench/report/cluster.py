@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -111,8 +112,17 @@ def _in_process(point: Mapping[str, Any]) -> str:
 _PEERS = (
     ("Sapphire Rapids", "peers-amx.json", "Outrider on PyTorch"),
     ("Zen 5", "peers-zen5.json", "Outrider on PyTorch"),
+    ("Zen 4", "peers-zen4.json", "Outrider on PyTorch"),
+    ("Zen 4", "peers-zen4.json", "Outrider on PyTorch, int8"),
     ("Zen 5", "peers-vllm.json", "Outrider on vLLM"),
 )
+_RIVALS = (
+    ("vLLM", r"vLLM"),
+    ("its best `draft_model`", r"vLLM draft_model .*"),
+    ("llama.cpp's best", r"llama\.cpp b?f16.*"),
+)
+_RIVALS_OF_INT8 = (("llama.cpp's best in q8_0", r"llama\.cpp q8_0.*"),)
+"""Systems to compare with, by the names of those of which the best counts."""
 
 
 def peers(results: Results) -> str:
@@ -120,13 +130,15 @@ def peers(results: Results) -> str:
     points = results.read(_PEERS[0][1])["points"]
     for processor, name, own in _PEERS:
         systems = results.read(name)["systems"]
-        drafted = [speeds for system, speeds in systems.items() if "draft_model" in system]
-        outrider, alone = (_speeds(systems[system], points) for system in (own, "vLLM"))
-        best = [max(speeds) for speeds in zip(*(_speeds(speeds, points) for speeds in drafted), strict=True)]
-        cells = [f"{a:.0f} ({a / max(b, c):.2f})" for a, b, c in zip(outrider, alone, best, strict=True)]
+        rivals = {}
+        for title, names in _RIVALS_OF_INT8 if "int8" in own else _RIVALS:
+            measured = [_speeds(speeds, points) for system, speeds in systems.items() if re.fullmatch(names, system)]
+            if measured:
+                rivals[title] = [max(speeds) for speeds in zip(*measured, strict=True)]
+        best = [max(speeds) for speeds in zip(*rivals.values(), strict=True)]
+        cells = [f"{a:.0f} ({a / b:.2f})" for a, b in zip(_speeds(systems[own], points), best, strict=True)]
         rows.append([f"**{own}**, {processor}", *cells])
-        rows.append(["vLLM", *_whole(alone)])
-        rows.append(["its best `draft_model`", *_whole(best)])
+        rows += [[title, *_whole(speeds)] for title, speeds in rivals.items()]
     others = results.read("peers.json")["systems"]
     for system in ("vLLM ngram", "vLLM EAGLE", "Hugging Face assisted generation"):
         speeds = others[system]
