@@ -1,9 +1,10 @@
-"""Compiles the grammars of requests for matchers. Compiles each grammar once, in bounded time."""
+"""Compiles the grammars of requests for matchers: each once, in bounded time. Refusals are kept too."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import importlib
 import json
 import logging
@@ -26,12 +27,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_COMPILE_SECONDS = 5.0  # maximum processor time; on busy cores a compilation takes longer
+# Maximum processor time with a vocabulary of 50,000 tokens. Larger ones take longer in proportion.
+_COMPILE_SECONDS = 5.0
+_VOCAB_SIZE = 50_000
 _WAIT_SECONDS = 60.0  # maximum time for the answer to one grammar
 _LOOK_SECONDS = 0.1  # interval between two checks of a grammar's compile time
 _START_SECONDS = 60.0  # mostly imports
 _MAX_KEPT_BYTES = 128 * 2**20  # size of the kept grammars in serialized form; in memory they take about as much again
 _MAX_WAITING = 64
+_MAX_REFUSED = 1024
 
 
 @dataclass
@@ -50,6 +54,7 @@ class GrammarCompiler:
     """
 
     def __init__(self, folder: Path, vocab_size: int, end_token_ids: Sequence[int]) -> None:
+        self._compile_seconds = _COMPILE_SECONDS * max(1.0, vocab_size / _VOCAB_SIZE)
         self._arguments = [str(folder), str(vocab_size), *map(str, end_token_ids)]
         self._process: asyncio.subprocess.Process | None = None
         self._matching: Any = None  # the module
@@ -58,6 +63,7 @@ class GrammarCompiler:
         self._turn = asyncio.Lock()
         self._work: dict[Grammar, _Work] = {}
         self._kept: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()  # least recently used first
+        self._refused: OrderedDict[bytes, str] = OrderedDict()  # reasons by the hash of a grammar, oldest first
 
     async def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Returns the compiled grammar. Raises InvalidRequestError if `grammar` is invalid or too large.
@@ -67,6 +73,8 @@ class GrammarCompiler:
         if grammar in self._kept:
             self._kept.move_to_end(grammar)
             return self._kept[grammar]
+        if (reason := self._refused.get(_hash(grammar))) is not None:
+            raise InvalidRequestError(reason)
         work = self._work.get(grammar)
         if work is None:
             if len(self._work) >= _MAX_WAITING:
@@ -89,10 +97,18 @@ class GrammarCompiler:
             self._work[grammar].has_begun = True
             try:
                 compiled = await self._compile(grammar)
+            except InvalidRequestError as error:
+                self._refuse(grammar, error.message)
+                raise
             finally:
                 del self._work[grammar]
         self._keep(grammar, compiled)
         return compiled
+
+    def _refuse(self, grammar: Grammar, reason: str) -> None:
+        self._refused[_hash(grammar)] = reason
+        if len(self._refused) > _MAX_REFUSED:
+            self._refused.popitem(last=False)
 
     async def close(self) -> None:
         results = [work.result for work in self._work.values()]
@@ -116,7 +132,7 @@ class GrammarCompiler:
             has_answered = True
         except TimeoutError:
             raise InvalidRequestError(
-                f"the grammar takes longer than {_COMPILE_SECONDS:g} s to compile: make it simpler"
+                f"the grammar takes longer than {self._compile_seconds:g} s to compile: make it simpler"
             ) from None
         except (asyncio.IncompleteReadError, ConnectionError):
             raise InvalidRequestError(
@@ -133,14 +149,19 @@ class GrammarCompiler:
         return CompiledGrammar(partial(self._matching.make_matcher, compiled), written, self._written)
 
     async def _ask_in_time(self, process: asyncio.subprocess.Process, asked: bytes) -> tuple[dict[str, Any], str]:
-        """Returns the result of `_ask`. Raises TimeoutError if `process` uses too much time, or does not answer."""
+        """Returns the result of `_ask`.
+
+        Raises TimeoutError if `process` uses too much time, and OverloadedError if it does not answer.
+        """
         asking = asyncio.create_task(self._ask(process, asked))
         started_at, loop = _processor_seconds(process), asyncio.get_running_loop()
         until = loop.time() + _WAIT_SECONDS
         try:
             while not (await asyncio.wait((asking,), timeout=_LOOK_SECONDS))[0]:
-                if _processor_seconds(process) > started_at + _COMPILE_SECONDS or loop.time() > until:
+                if _processor_seconds(process) > started_at + self._compile_seconds:
                     raise TimeoutError
+                if loop.time() > until:
+                    raise OverloadedError(f"the grammar was not compiled within {_WAIT_SECONDS:g} s; retry later")
             return asking.result()
         finally:
             asking.cancel()
@@ -191,6 +212,10 @@ class GrammarCompiler:
         # Read the rest of the output: otherwise asyncio does not detect that the process has ended, and waits forever.
         await process.stdout.read()
         await process.wait()
+
+
+def _hash(grammar: Grammar) -> bytes:
+    return hashlib.sha256(f"{grammar.form}\n{grammar.text}".encode()).digest()
 
 
 def _note_error(result: asyncio.Task[CompiledGrammar]) -> None:

@@ -163,9 +163,19 @@ def test_a_deep_schema_ends_nobody_elses_process() -> None:
 
 def test_one_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "_COMPILE_SECONDS", 0.2)
-    slow, following = run(
-        Grammar("json_schema", json.dumps({"enum": [f"{i}" * 10 for i in range(20_000)]})), Grammar("regex", "a+")
-    )
+    grammar = Grammar("json_schema", json.dumps({"enum": [f"{i}" * 10 for i in range(20_000)]}))
+    started = 0
+    start = GrammarCompiler._started
+
+    async def count(compiler: GrammarCompiler) -> Any:
+        nonlocal started
+        started += 1
+        return await start(compiler)
+
+    monkeypatch.setattr(GrammarCompiler, "_started", count)
+    slow, again, following = run(grammar, grammar, Grammar("regex", "a+"))
+    assert isinstance(again, InvalidRequestError)
+    assert started == 2, "what was refused is not compiled again"
     assert isinstance(slow, InvalidRequestError)
     assert "longer than" in slow.message
     assert isinstance(following, CompiledGrammar | InvalidRequestError)
@@ -185,7 +195,7 @@ def test_one_whose_answer_is_not_read_to_its_end_is_given_up(monkeypatch: pytest
     monkeypatch.setattr(compiling, "_read", read_two)
     properties = {f"p{i}": {"type": "string"} for i in range(100)}
     large, following = run(Grammar("json_schema", json.dumps({"properties": properties})), Grammar("regex", "a+"))
-    assert isinstance(large, InvalidRequestError)
+    assert isinstance(large, OverloadedError)
     assert accepts(following, "a")
 
 
