@@ -31,15 +31,26 @@ _MAX_MEMORY_BYTES = 2 * 2**30  # in addition to the memory that the process has 
 _PR_SET_PDEATHSIG = 1
 
 
+# The characters that xgrammar 0.2.8 allows in strings with a length, and those that JSON allows: no control characters.
+_WITH_LENGTH, _OF_JSON = r"[^\"\\\r\n]", r"[^\x00-\x1f\"\\\x7f]"
+
+
+def _compile(compiler: xgrammar.GrammarCompiler, grammar: xgrammar.Grammar) -> xgrammar.CompiledGrammar:
+    written = str(grammar)
+    if _WITH_LENGTH in written:
+        grammar = xgrammar.Grammar.from_ebnf(written.replace(_WITH_LENGTH, _OF_JSON))
+    return compiler.compile_grammar(grammar)
+
+
 def _json_schema(compiler: xgrammar.GrammarCompiler, text: str) -> xgrammar.CompiledGrammar:
-    return compiler.compile_json_schema(text, max_whitespace_cnt=MAX_WHITESPACE)
+    return _compile(compiler, xgrammar.Grammar.from_json_schema(text, max_whitespace_cnt=MAX_WHITESPACE))
 
 
-_COMPILE: dict[GrammarForm, Callable[[xgrammar.GrammarCompiler, str], xgrammar.CompiledGrammar]] = {
+COMPILE: dict[GrammarForm, Callable[[xgrammar.GrammarCompiler, str], xgrammar.CompiledGrammar]] = {
     "json_schema": _json_schema,
     "regex": lambda compiler, text: compiler.compile_regex(text),
     "ebnf": lambda compiler, text: compiler.compile_grammar(text),
-    "structural_tag": lambda compiler, text: compiler.compile_structural_tag(text),
+    "structural_tag": lambda compiler, text: _compile(compiler, xgrammar.Grammar.from_structural_tag(text)),
 }
 
 
@@ -47,7 +58,7 @@ def _answer(
     compiler: xgrammar.GrammarCompiler, vocabulary: Vocabulary, form: GrammarForm, text: str
 ) -> tuple[dict[str, Any], str]:
     try:
-        compiled = _COMPILE[form](compiler, text)
+        compiled = COMPILE[form](compiler, text)
         if compiled.memory_size_bytes > _MAX_COMPILED_BYTES:
             size = compiled.memory_size_bytes // 2**20
             return {"error": f"the grammar takes {size} MiB, and may take {_MAX_COMPILED_BYTES // 2**20}"}, ""

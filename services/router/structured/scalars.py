@@ -17,22 +17,37 @@ _SMALLEST_RANGE = 1e-5  # grammars write bounded numbers with six decimals
 
 def string(schema: Mapping[str, Any], path: str) -> dict[str, Any]:
     """Returns the schema of the strings that `schema` allows. Raises SchemaError."""
-    shortest = count(schema, "minLength", path) or 0
-    longest = count(schema, "maxLength", path)
-    if longest is not None and longest < shortest:
-        raise SchemaError(at(path, "maxLength"), "is less than minLength: no string is allowed")
-    for keyword in ("minLength", "maxLength"):
-        if schema.get(keyword, 0) > MAX_LENGTH:
-            raise SchemaError(at(path, keyword), f"should be at most {MAX_LENGTH}")
+    if _pattern(schema, path) is None:  # xgrammar's lengths are faster than a pattern with a length
+        shortest, longest = _lengths(schema, path)
+        found: dict[str, Any] = {"type": "string"} | ({"minLength": shortest} if shortest else {})
+        return found | ({} if longest is None else {"maxLength": longest})
+    text = text_of(schema, path)
+    assert text is not None
+    return {"type": "string", "pattern": text.text}
+
+
+def text_of(schema: Mapping[str, Any], path: str) -> Pattern | None:
+    """Returns the expression of the strings that `schema` allows; None if all are. Raises SchemaError."""
+    shortest, longest = _lengths(schema, path)
     pattern = _pattern(schema, path)
     if not shortest and longest is None:
-        return {"type": "string"} | ({} if pattern is None else {"pattern": pattern.text})
+        return pattern
     limited = (ANY if pattern is None else pattern).with_length(shortest, longest)
     if limited is None:
-        keyword = "minLength" if "maxLength" not in schema else "maxLength"
+        keyword = "minLength" if longest is None else "maxLength"
         what = "format" if "pattern" not in schema else "pattern"
         raise SchemaError(at(path, keyword), f"leaves no text of this {what}")
-    return {"type": "string", "pattern": limited.text}
+    return limited
+
+
+def _lengths(schema: Mapping[str, Any], path: str) -> tuple[int, int | None]:
+    shortest, longest = count(schema, "minLength", path) or 0, count(schema, "maxLength", path)
+    for keyword, length in (("minLength", shortest), ("maxLength", longest or 0)):
+        if length > MAX_LENGTH:
+            raise SchemaError(at(path, keyword), f"should be at most {MAX_LENGTH}")
+    if longest is not None and longest < shortest:
+        raise SchemaError(at(path, "maxLength"), "is less than minLength: no string is allowed")
+    return shortest, longest
 
 
 def _pattern(schema: Mapping[str, Any], path: str) -> Pattern | None:
@@ -54,15 +69,6 @@ def _pattern(schema: Mapping[str, Any], path: str) -> Pattern | None:
         return rewrite(schema["pattern"])
     except PatternError as error:
         raise SchemaError(at(path, "pattern"), str(error)) from error
-
-
-def text_of(schema: Mapping[str, Any], path: str) -> Pattern | None:
-    """Returns the expression of the strings that `schema` allows; None if all are. Raises SchemaError."""
-    expression = string(schema, path).get("pattern")
-    try:
-        return None if expression is None else rewrite(expression)
-    except PatternError as error:
-        raise SchemaError(path, str(error)) from error
 
 
 def integer(schema: Mapping[str, Any], path: str) -> dict[str, Any]:

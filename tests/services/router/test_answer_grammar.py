@@ -11,6 +11,7 @@ import xgrammar
 
 from cluster.constraints import Grammar
 from cluster.grammars.matching import ReadGrammar, Vocabulary, make_matcher, probe
+from cluster.grammars.process import COMPILE
 from cluster.grammars.vocabulary import read_vocabulary
 from cluster.model_folder import resolve_model_folder
 from cluster.tokenization import Tokenizer
@@ -51,13 +52,7 @@ class Matching:
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1)
 
     def is_answer(self, grammar: Grammar, text: str) -> bool:
-        compile_ = {
-            "json_schema": self._compiler.compile_json_schema,
-            "structural_tag": self._compiler.compile_structural_tag,
-            "regex": self._compiler.compile_regex,
-            "ebnf": self._compiler.compile_grammar,
-        }[grammar.form]
-        compiled = ReadGrammar(compile_(grammar.text), self._vocabulary, grammar.form)
+        compiled = ReadGrammar(COMPILE[grammar.form](self._compiler, grammar.text), self._vocabulary, grammar.form)
         probe(compiled)
         matcher = make_matcher(compiled)
         return all(matcher.accept_token(token) for token in [*self.tokenizer.encode(text, add_special_tokens=False), 0])

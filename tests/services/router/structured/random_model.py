@@ -13,6 +13,7 @@ import xgrammar
 
 from cluster.config import Config
 from cluster.grammars.matching import ReadGrammar, Vocabulary, make_matcher
+from cluster.grammars.process import COMPILE
 from cluster.grammars.unique_keys import UniqueKeys
 from cluster.grammars.vocabulary import read_vocabulary
 from cluster.model_folder import resolve_model_folder
@@ -36,7 +37,7 @@ class RandomModel:
 
     def answer(self, schema: Mapping[str, Any]) -> str | None:
         """Returns a text that the grammar of `schema` allows; None if it does not end in time."""
-        compiled = self._compiler.compile_json_schema(json.dumps(schema), max_whitespace_cnt=16)
+        compiled = COMPILE["json_schema"](self._compiler, json.dumps(schema))
         matcher = make_matcher(ReadGrammar(compiled, self._vocabulary, "json_schema"))
         assert isinstance(matcher, UniqueKeys)
         bits = torch.empty(1, -(-self._vocabulary.info.vocab_size // 32), dtype=torch.int32)

@@ -51,6 +51,13 @@ def model() -> RandomModel:
             *(set[Colour], set[Literal["a", "b", "c"]], set[bool], frozenset[Literal[1, 2]], Colour | None),
             *(dict[str, int], dict[Colour, int], dict[UUID, str], dict[Annotated[str, Field(pattern="^a+$")], int]),
             *(tuple[int, str], tuple[int, ...], Annotated[str, Field(min_length=2, max_length=5)]),
+            *(Annotated[str, Field(max_length=length)] for length in (0, 255, 300, 10_000)),
+            *(
+                Annotated[str, Field(pattern="^[A-Z][a-z]*$", max_length=40)],
+                list[Annotated[str, Field(max_length=200)]],
+            ),
+            Annotated[list[int], Field(max_length=1000)],
+            Annotated[str, WithJsonSchema({"type": "string", "format": "email", "maxLength": 254})],
             *(Annotated[str, Field(pattern="^[a-z]+$", max_length=5)], Annotated[float, Field(gt=0, lt=1)]),
             *(Annotated[Cat | Dog, Field(discriminator="kind")], Annotated[dict[str, int], Field(min_length=2)]),
             *(Annotated[int, WithJsonSchema({"type": "integer", "format": name})] for name in ("int32", "int64")),
