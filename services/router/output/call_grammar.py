@@ -1,8 +1,12 @@
-"""Parts of grammars for calls of tools, in every syntax in which models write them: `formats` reads these."""
+"""Parts of grammars for calls that a model may make or not, in every syntax in which models write them.
+
+Arguments are any objects: nobody has asked for them. `formats` reads these calls.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from services.router.output.grammar_parts import (
     BLANKS,
@@ -15,39 +19,55 @@ from services.router.output.grammar_parts import (
     several,
     text,
 )
-from services.router.output.tools import Tool, calls_schema, parameters_schema
+from services.router.output.tools import NO_PARAMETERS, Tool
+
+_ANY_OBJECT = {"type": "object"}
 
 CallPart = Callable[[Sequence[Tool], Mapping[str, int], bool], Part]
 """Returns the part for tools, special tokens by text, and whether several calls are allowed."""
 
 
 def hermes_calls(tools: Sequence[Tool], special_tokens: Mapping[str, int], parallel: bool) -> Part:
-    return _in_tags(json_value(calls_schema(tools, "arguments")), special_tokens, parallel)
+    return _in_tags(json_value(_call_schema(tools, "arguments")), special_tokens, parallel)
 
 
 def qwen3_xml_calls(tools: Sequence[Tool], special_tokens: Mapping[str, int], parallel: bool) -> Part:
     """Parameters are any text: the syntax has no escapes."""
     end = "</function>"
     inner = {"type": "any_text", "excludes": [end]}
-    calls = one_of(*(sequence(text(f"<function={tool.name}>"), inner) for tool in tools))
-    return _in_tags(sequence(calls, text(end)), special_tokens, parallel)
+    calls = one_of(*(sequence(text(f"<function={tool.name}>"), inner, text(end)) for tool in tools))
+    return _in_tags(calls, special_tokens, parallel)
 
 
 def llama3_calls(tools: Sequence[Tool], special_tokens: Mapping[str, int], parallel: bool) -> Part:
     tag = optional(mark("<|python_tag|>", special_tokens))
-    call = sequence(tag, json_value(calls_schema(tools, "parameters")))
+    call = sequence(tag, json_value(_call_schema(tools, "parameters")))
     return several(call, sequence(text(";"), BLANKS)) if parallel else call
 
 
 def mistral_calls(tools: Sequence[Tool], special_tokens: Mapping[str, int], parallel: bool) -> Part:
     """Calls come as a list, or each with its name before the arguments."""
     opening, separator = mark("[TOOL_CALLS]", special_tokens), optional(mark("[ARGS]", special_tokens))
-    schema = calls_schema(tools, "arguments")
-    definitions = {"$defs": schema.pop("$defs")} if "$defs" in schema else {}
-    listed = {"type": "array", "items": schema, "minItems": 1, **({} if parallel else {"maxItems": 1})} | definitions
-    named = one_of(*(sequence(text(tool.name), separator, json_value(parameters_schema(tool))) for tool in tools))
+    limit = {} if parallel else {"maxItems": 1}
+    listed = {"type": "array", "items": _call_schema(tools, "arguments"), "minItems": 1, **limit}
+    named = one_of(*(sequence(text(tool.name), separator, json_value(_arguments(tool))) for tool in tools))
     each = sequence(opening, BLANKS, named)
     return one_of(sequence(opening, BLANKS, json_value(listed)), several(each, BLANKS) if parallel else each)
+
+
+def _call_schema(tools: Sequence[Tool], argument_key: str) -> dict[str, Any]:
+    """Returns the schema of a call {"name": ..., `argument_key`: ...}."""
+    options = []
+    for arguments in (NO_PARAMETERS, _ANY_OBJECT):
+        if names := [tool.name for tool in tools if _arguments(tool) == arguments]:
+            properties = {"name": {"enum": names}, argument_key: arguments}
+            required = ["name", argument_key]
+            options.append({"properties": properties, "required": required, **NO_PARAMETERS})
+    return {"anyOf": options}
+
+
+def _arguments(tool: Tool) -> Mapping[str, Any]:
+    return NO_PARAMETERS if tool.parameters == NO_PARAMETERS else _ANY_OBJECT
 
 
 def _in_tags(call: Part, special_tokens: Mapping[str, int], parallel: bool) -> Part:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -137,54 +137,41 @@ def tool_grammar(choice: ToolChoice, tools: Sequence[Tool], *, parallel: bool) -
     "parameters": ...}, with exactly one unless `parallel` is set. Raises InvalidRequestError if the parameters of a
     tool that may be called cannot be enforced.
     """
+    indices = {tool.name: index for index, tool in enumerate(tools)}
     if choice.mode == "named":
-        [index] = [index for index, tool in enumerate(tools) if tool.name == choice.name]
-        return Grammar("json_schema", schema_text(_enforceable(tools[index], index)))
+        index = indices[choice.name]
+        return Grammar("json_schema", schema_text(_parameters(tools[index], index)))
     if choice.mode != "required":
         return None
-    calls, definitions = _calls(tools, "parameters", _enforceable)
+    definitions: dict[str, Schema] = {}
+    calls = [_call_schema(tool, index, definitions) for index, tool in enumerate(tools)]
     schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
     if not parallel:
         schema["maxItems"] = 1
-    return Grammar("json_schema", schema_text(schema | definitions))
+    if definitions:
+        schema["$defs"] = definitions
+    return Grammar("json_schema", schema_text(schema))
 
 
-def calls_schema(tools: Sequence[Tool], argument_key: str) -> dict[str, Any]:
-    """Returns the schema of a call that nobody requires, {"name": ..., `argument_key`: ...}."""
-    calls, definitions = _calls(tools, argument_key, parameters_schema)
-    return {"anyOf": calls} | definitions
-
-
-def parameters_schema(tool: Tool, index: int = 0) -> dict[str, Any]:
-    """Returns the schema of the arguments of a call that nobody requires: any object if `tool`'s cannot be enforced."""
-    try:
-        return _enforceable(tool, index)
-    except InvalidRequestError:
-        return {"type": "object"}
-
-
-def _enforceable(tool: Tool, index: int) -> dict[str, Any]:
+def _parameters(tool: Tool, index: int) -> dict[str, Any]:
     """Returns the enforceable schema of the arguments of `tool`.
 
-    The names of its definitions differ from those of other tools. Raises InvalidRequestError if there is none.
+    The names of its definitions differ from those of other tools.
     """
     name = f"tools[{index}].function.parameters"
     return enforceable_schema({"type": "object", **tool.parameters}, name, prefix=f"tool{index}-")
 
 
-def _calls(
-    tools: Sequence[Tool], argument_key: str, parameters_of: Callable[[Tool, int], dict[str, Any]]
-) -> tuple[list[Schema], dict[str, Any]]:
-    """Returns the schemas of the calls, and what else their root needs: the definitions."""
-    calls: list[Schema] = []
-    definitions: dict[str, Schema] = {}
-    for index, tool in enumerate(tools):
-        parameters = parameters_of(tool, index)
-        definitions.update(parameters.pop("$defs", {}))
-        properties = {"name": {"const": tool.name}, argument_key: parameters}
-        required = ["name", argument_key]
-        calls.append({"type": "object", "properties": properties, "required": required, "additionalProperties": False})
-    return calls, {"$defs": definitions} if definitions else {}
+def _call_schema(tool: Tool, index: int, definitions: dict[str, Schema]) -> Schema:
+    """Returns the schema of a call of `tool`; adds its own definitions to `definitions`."""
+    parameters = _parameters(tool, index)
+    definitions.update(parameters.pop("$defs", {}))
+    return {
+        "type": "object",
+        "properties": {"name": {"const": tool.name}, "parameters": parameters},
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+    }
 
 
 def _refusal(reason: str, value: object) -> InvalidRequestError:

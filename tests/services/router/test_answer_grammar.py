@@ -195,19 +195,11 @@ def test_calls_and_the_form_come_after_reasoning(matching: Matching) -> None:
         assert matching.is_answer(grammar, f"<think>so {{</think>\n\n{answer}")
 
 
-def test_parameters_that_cannot_be_enforced_are_any_object(matching: Matching) -> None:
-    parameters = {"type": "object", "properties": {"a": {"not": {}}}}
-    tools = to_tools([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
-    reader = Reader(TOOL_FORMATS["hermes"].program, tools, call_format=TOOL_FORMATS["hermes"])
-    grammar = answer_grammar(FORMS["json_schema"], "", reader, {})
-    assert matching.is_answer(grammar, call_of("f", '{"a": [1]}'))
-    assert not matching.is_answer(grammar, call_of("f", "1"))
-
-
 def test_a_tool_without_parameters_takes_none(matching: Matching) -> None:
     grammar = answer_grammar(FORMS["json_schema"], "", reader_of("hermes"), {})
     assert matching.is_answer(grammar, call_of("time", "{}"))
     assert not matching.is_answer(grammar, call_of("time", '{"a": 1}'))
+    assert matching.is_answer(grammar, call_of("weather", '{"a": 1}'))
 
 
 @pytest.mark.parametrize("tokens_per_reply", [1, 1000])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import openai
@@ -16,6 +17,7 @@ from agents import (
     function_tool,
     set_tracing_disabled,
 )
+from pydantic import BaseModel
 
 from services.launch.local import LocalCluster
 from tests.services.router.chat_model import Model, call_of
@@ -56,6 +58,24 @@ def test_a_tool_is_called_and_its_result_used(model: Model, kind: Any) -> None:
     assert asked == ["Paris"]
     assert result.final_output == "It is warm."
     assert "<tool>18 degrees#call_" in model.prompt
+
+
+class Weather(BaseModel):
+    city: str
+    degrees: int
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tool_is_called_where_the_answer_has_a_type(model: Model, kind: Any) -> None:
+    model.will_say(call_of("weather", '{"city": "Paris"}'), '{"city": "Paris", "degrees": 18}')
+    agent, asked = make_agent(kind, model.router.url, "chat-model")
+    agent.output_type = Weather
+    result = Runner.run_sync(agent, "Paris?", max_turns=3)
+    assert asked == ["Paris"]
+    assert result.final_output == Weather(city="Paris", degrees=18)
+    grammar = json.loads(model.target.requests[0].constraints.grammar.structural_tag)
+    assert "<tool_call>" in json.dumps(grammar)
+    assert "degrees" in json.dumps(grammar)
 
 
 async def _stream(model: Model, kind: Any) -> tuple[list[str], str]:
