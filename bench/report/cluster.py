@@ -114,6 +114,8 @@ _PEERS = (
     ("Zen 5", "peers-zen5.json", "Outrider on PyTorch"),
     ("Zen 4", "peers-zen4.json", "Outrider on PyTorch"),
     ("Zen 4", "peers-zen4.json", "Outrider on PyTorch, int8"),
+    ("Zen 4, AVX2 only", "peers-avx2.json", "Outrider on PyTorch"),
+    ("Zen 4, AVX2 only", "peers-avx2.json", "Outrider on PyTorch, int8"),
     ("Zen 5", "peers-vllm.json", "Outrider on vLLM"),
 )
 _RIVALS = (
