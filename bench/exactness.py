@@ -4,8 +4,8 @@ The answers of a cluster without drafts are compared with those under speculatio
 with other blocks and chunks of prompts, and one at a time.
 
 `--instruction-sets all`: on each set that this processor's kernels can be forced to, emulated ones too, answers without
-drafts are compared with those under speculation, and the counts are written to a file. `portable` is speculated with
-in registers of every width. A cluster's programs are told the set and the width by their environment.
+drafts are compared with those under speculation, and the counts are written to a file. `portable` runs at every
+register width. Environment variables pass the set and the width to the cluster's programs.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def compare_on(using: InstructionSet, prompts: Sequence[Sequence[int]], shared: 
 
 
 def _widths() -> list[str]:
-    """The widths that this processor has, in numbers."""
+    """Returns this processor's widths, in float32 numbers."""
     assert kernels is not None
     found = [str(lanes) for lanes in (16, 8, 4) if kernels.use_lanes(lanes)]
     kernels.use_lanes(0)

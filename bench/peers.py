@@ -2,9 +2,9 @@
 
 All systems are started with every core. They work in turn, and the others are stopped (SIGSTOP) meanwhile, so that a
 drift of the machine affects all of them equally. Each answers the same prompts with the same number of tokens, from a
-client that streams. vLLM has the libraries that it recommends preloaded. Its draft-model speculation is tried at
-several K, greedy and probabilistic, llama.cpp's (`bench.llama_cpp`) at several K; the best of them at a point is the
-peer there. Hugging Face's assisted generation has no server: it is called in its process, with one stream.
+client that streams. vLLM has the libraries that it recommends preloaded. Draft-model speculation is tried at several K,
+in vLLM greedy and probabilistic; each point keeps the best for each server (`bench.llama_cpp`). Hugging Face's assisted
+generation has no server: it is called in its process, with one stream.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 import tomllib
 from collections.abc import Collection, Mapping
@@ -51,8 +50,7 @@ def build(dist: Path, compilers: Mapping[str, str]) -> None:
     for machine, compiler in compilers.items():
         target = {"CC": compiler, "LDSHARED": f"{compiler} -shared", "_PYTHON_HOST_PLATFORM": f"linux-{machine}"}
         with tempfile.TemporaryDirectory() as name:
-            with tarfile.open(sdist) as archive:
-                archive.extractall(name, filter="data")
+            shutil.unpack_archive(sdist, name)
             [source] = Path(name).iterdir()
             subprocess.run([*command, "--wheel", "--outdir", name, source], check=True, env=release | target)
             [wheel] = Path(name).glob("*.whl")

@@ -111,16 +111,13 @@ def _in_process(point: Mapping[str, Any]) -> str:
 
 _PEERS = (
     ("Sapphire Rapids", "peers-amx.json", "Outrider on PyTorch"),
-    ("Zen 5", "peers-zen5.json", "Outrider on PyTorch"),
     ("Zen 4", "peers-zen4.json", "Outrider on PyTorch"),
     ("Zen 4", "peers-zen4.json", "Outrider on PyTorch, int8"),
     ("Zen 4, AVX2 only", "peers-avx2.json", "Outrider on PyTorch"),
-    ("Zen 4, AVX2 only", "peers-avx2.json", "Outrider on PyTorch, int8"),
     ("Zen 5", "peers-vllm.json", "Outrider on vLLM"),
 )
 _RIVALS = (
-    ("vLLM", r"vLLM"),
-    ("its best `draft_model`", r"vLLM draft_model .*"),
+    ("vLLM's best, with `draft_model` or without", r"vLLM( draft_model .*)?"),
     ("llama.cpp's best", r"llama\.cpp b?f16.*"),
 )
 _RIVALS_OF_INT8 = (("llama.cpp's best in q8_0", r"llama\.cpp q8_0.*"),)
@@ -141,10 +138,6 @@ def peers(results: Results) -> str:
         cells = [f"{a:.0f} ({a / b:.2f})" for a, b in zip(_speeds(systems[own], points), best, strict=True)]
         rows.append([f"**{own}**, {processor}", *cells])
         rows += [[title, *_whole(speeds)] for title, speeds in rivals.items()]
-    others = results.read("peers.json")["systems"]
-    for system in ("vLLM ngram", "vLLM EAGLE", "Hugging Face assisted generation"):
-        speeds = others[system]
-        rows.append([system, *(_whole(_speeds(speeds, [p]))[0] if _key(p) in speeds else "" for p in points)])
     return markdown(["tokens/s", *_titles(points)], rows)
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Maximum processor time with a vocabulary of 50,000 tokens. Larger ones take longer in proportion.
+# Maximum processor time for up to 50,000 tokens; grows in proportion to larger vocabularies.
 _COMPILE_SECONDS = 5.0
 _VOCAB_SIZE = 50_000
 _WAIT_SECONDS = 60.0  # maximum time for the answer to one grammar
@@ -36,6 +36,7 @@ _START_SECONDS = 60.0  # mostly imports
 _MAX_KEPT_BYTES = 128 * 2**20  # size of the kept grammars in serialized form; in memory they take about as much again
 _MAX_WAITING = 64
 _MAX_REFUSED = 1024
+_MAX_REASON_CHARACTERS = 500  # xgrammar quotes texts of clients
 
 
 @dataclass
@@ -97,18 +98,17 @@ class GrammarCompiler:
             self._work[grammar].has_begun = True
             try:
                 compiled = await self._compile(grammar)
-            except InvalidRequestError as error:
-                self._refuse(grammar, error.message)
-                raise
             finally:
                 del self._work[grammar]
         self._keep(grammar, compiled)
         return compiled
 
-    def _refuse(self, grammar: Grammar, reason: str) -> None:
-        self._refused[_hash(grammar)] = reason
+    def _refusal(self, grammar: Grammar, reason: str) -> InvalidRequestError:
+        """Returns the error for a grammar that is at fault, not the machine, and keeps it."""
+        self._refused[_hash(grammar)] = reason[:_MAX_REASON_CHARACTERS]
         if len(self._refused) > _MAX_REFUSED:
             self._refused.popitem(last=False)
+        return InvalidRequestError(self._refused[_hash(grammar)])
 
     async def close(self) -> None:
         results = [work.result for work in self._work.values()]
@@ -131,8 +131,8 @@ class GrammarCompiler:
             answer, written = await self._ask_in_time(process, asked)
             has_answered = True
         except TimeoutError:
-            raise InvalidRequestError(
-                f"the grammar takes longer than {self._compile_seconds:g} s to compile: make it simpler"
+            raise self._refusal(
+                grammar, f"the grammar takes longer than {self._compile_seconds:g} s to compile: make it simpler"
             ) from None
         except (asyncio.IncompleteReadError, ConnectionError):
             raise InvalidRequestError(
@@ -142,7 +142,8 @@ class GrammarCompiler:
             if not has_answered:  # after any exception: a late answer must not be taken for that of the next grammar
                 await self._end(process)
         if "error" in answer:
-            raise InvalidRequestError(f"the grammar cannot be used: {answer['error'] or 'xgrammar reports no reason'}")
+            reason = f"the grammar cannot be used: {answer['error'] or 'xgrammar reports no reason'}"
+            raise self._refusal(grammar, reason)
         assert self._vocabulary is not None
         # In a thread, because reading an answer of many megabytes takes seconds and would block the event loop.
         compiled = await asyncio.to_thread(self._matching.read_compiled, written, self._vocabulary)

@@ -31,14 +31,14 @@ _MAX_MEMORY_BYTES = 2 * 2**30  # in addition to the memory that the process has 
 _PR_SET_PDEATHSIG = 1
 
 
-# The characters that xgrammar 0.2.8 allows in strings with a length, and those that JSON allows: no control characters.
-_WITH_LENGTH, _OF_JSON = r"[^\"\\\r\n]", r"[^\x00-\x1f\"\\\x7f]"
+# xgrammar 0.2.8 allows control characters in strings with a length; JSON does not. DEL is excluded too.
+_UNSAFE, _SAFE = r"[^\"\\\r\n]", r"[^\x00-\x1f\"\\\x7f]"
 
 
 def _compile(compiler: xgrammar.GrammarCompiler, grammar: xgrammar.Grammar) -> xgrammar.CompiledGrammar:
     written = str(grammar)
-    if _WITH_LENGTH in written:
-        grammar = xgrammar.Grammar.from_ebnf(written.replace(_WITH_LENGTH, _OF_JSON))
+    if _UNSAFE in written:
+        grammar = xgrammar.Grammar.from_ebnf(written.replace(_UNSAFE, _SAFE))
     return compiler.compile_grammar(grammar)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 QEMU = "qemu-aarch64-static"
-# PyPI's newest one for ARM without CUDA; on a processor of that kind its version is not part of the arithmetic.
+# PyPI's newest build for ARM without CUDA. With portable kernels, PyTorch's version changes no result.
 TORCH = "torch==2.10.0"
 # Those of Debian with python3.11 and the libraries that it loads.
 PACKAGES = (

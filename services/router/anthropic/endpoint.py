@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from cluster.errors import ContextLengthError, InvalidRequestError
 from services.router.anthropic.reply import MessagesReply
-from services.router.anthropic.request import CountTokensRequest, to_chat
+from services.router.anthropic.request import CountTokensRequest, renamed, to_chat
 from services.router.anthropic_errors import MESSAGES_PATH
 from services.router.api.reply import Reply
 from services.router.chat.endpoint import ChatCompletions, ChatRequest
@@ -35,6 +35,8 @@ class Messages(ChatCompletions):
             return await super().create(http_request)
         except ContextLengthError as error:
             raise InvalidRequestError(_context_message(error), param=error.param) from error
+        except InvalidRequestError as error:
+            raise renamed(error) from error
 
     async def count_tokens(self, http_request: Request) -> Response:
         """Answers with the number of prompt tokens that the request would have."""

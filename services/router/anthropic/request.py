@@ -63,7 +63,7 @@ def to_chat(fields: dict[str, Any], kind: type[CountTokensRequest] = MessagesReq
     try:
         return parse_request(ChatRequest, chat)
     except InvalidRequestError as error:
-        raise _renamed(error) from error
+        raise renamed(error) from error
 
 
 def _chat_fields(request: CountTokensRequest) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def _response_format(config: Mapping[str, Any]) -> object:
             )
 
 
-def _renamed(error: InvalidRequestError) -> InvalidRequestError:
+def renamed(error: InvalidRequestError) -> InvalidRequestError:
     """Returns `error` with the names of chat fields replaced by those of the Messages API."""
     param, message = error.param or "", error.message
     if param == "tools":

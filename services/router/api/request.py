@@ -36,7 +36,7 @@ from cluster.logprobs import MAX_LOGPROBS
 from cluster.speculation.params import MAX_LOGIT_BIAS
 from services.router.errors import excerpt, invalid_request, warn_of_unknown
 from services.router.output.stop import StopStrings
-from services.router.structured.grammar import GRAMMAR_FIELDS, grammar_of
+from services.router.structured.grammar import GUIDED, grammar_of
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
@@ -203,8 +203,9 @@ class ApiRequest(BaseModel, abc.ABC):
 
     @property
     def grammar_field(self) -> str:
-        """The name of the field that asks for a grammar; "" if none does."""
-        return next((name for name in GRAMMAR_FIELDS if getattr(self, name) is not None), "")
+        """The name of the field that asks for the grammar, if one does."""
+        others = ("structured_outputs", *GUIDED)
+        return next((name for name in others if getattr(self, name) is not None), "response_format")
 
     @property
     def num_logprobs(self) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 
@@ -10,7 +11,9 @@ from cluster.errors import InvalidRequestError
 from services.router.output.grammar_parts import BLANKS, Part, grammar_of_part, mark, one_of, part_of, sequence
 from services.router.output.message import Reader
 from services.router.output.reasoning import BEGIN, END
+from services.router.output.tool_calls import ARGUMENT_KEYS, NAME_KEYS
 from services.router.output.tools import Tool
+from services.router.structured.errors import SchemaError
 from services.router.structured.references import References
 from services.router.structured.values import are_apart
 
@@ -27,8 +30,8 @@ def answer_grammar(grammar: Grammar, field: str, reader: Reader, special_tokens:
     if answer is None or not (reasons or calls):
         return grammar
     if calls is not None:
-        if calls.argument_key is not None:
-            _check_apart(grammar, field, calls.argument_key, reader.tools)
+        if not calls.has_markers:
+            _check_apart(grammar, field, reader.tools)
         answer = one_of(calls.part(reader.tools, special_tokens, reader.parallel_calls), answer)
     if not reasons:
         return grammar_of_part(answer)
@@ -42,17 +45,21 @@ def answer_grammar(grammar: Grammar, field: str, reader: Reader, special_tokens:
     return grammar_of_part(one_of(answer, sequence(BLANKS, mark(BEGIN, special_tokens), *rest)))
 
 
-def _check_apart(grammar: Grammar, field: str, argument_key: str, tools: Sequence[Tool]) -> None:
-    """Raises InvalidRequestError unless a call, which is an object without a mark before it, can't be in the format."""
-    if grammar.form == "json_schema":
-        schema = json.loads(grammar.text)
-        names = {"enum": [tool.name for tool in tools]}
-        call = {"type": "object", "properties": {"name": names}, "required": ["name", argument_key]}
-        if are_apart(schema, call, References(schema)):
+def _check_apart(grammar: Grammar, field: str, tools: Sequence[Tool]) -> None:
+    """Raises InvalidRequestError unless `grammar` is a schema that excludes calls written as plain objects."""
+    schema = json.loads(grammar.text) if grammar.form == "json_schema" else {}
+    names = {"enum": [tool.name for tool in tools]}
+    with contextlib.suppress(SchemaError):
+        if all(
+            are_apart(
+                schema, {"type": "object", "properties": {name: names}, "required": [name, key]}, References(schema)
+            )
+            for name in NAME_KEYS
+            for key in ARGUMENT_KEYS
+        ):
             return
     raise InvalidRequestError(
         f"{field} and tools are ambiguous together: this model writes calls as plain objects "
-        f'{{"name": ..., "{argument_key}": ...}}, which the format allows too. Give a schema that does not, '
-        "or leave out the tools",
+        '{"name": ..., "parameters": ...}, which only a JSON schema can exclude. Give one that does, or omit the tools',
         param=field,
     )

@@ -1,6 +1,6 @@
 """Parts of grammars for calls that a model may make or not, in every syntax in which models write them.
 
-Arguments are any objects: nobody has asked for them. `formats` reads these calls.
+Arguments are unchecked, as schemas of many tools would make grammars too large. `formats` reads these calls.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from services.router.output.grammar_parts import (
     several,
     text,
 )
+from services.router.output.qwen_xml import END, END_OF_CALL, END_OF_PARAMETER, PARAMETER
 from services.router.output.tools import NO_PARAMETERS, Tool
 
 _ANY_OBJECT = {"type": "object"}
@@ -32,11 +33,13 @@ def hermes_calls(tools: Sequence[Tool], special_tokens: Mapping[str, int], paral
 
 
 def qwen3_xml_calls(tools: Sequence[Tool], special_tokens: Mapping[str, int], parallel: bool) -> Part:
-    """Parameters are any text: the syntax has no escapes."""
-    end = "</function>"
-    inner = {"type": "any_text", "excludes": [end]}
-    calls = one_of(*(sequence(text(f"<function={tool.name}>"), inner, text(end)) for tool in tools))
-    return _in_tags(calls, special_tokens, parallel)
+    """Values are any text without the tags that end one: the syntax has no escapes."""
+    value = {"type": "any_text", "excludes": [END_OF_PARAMETER, PARAMETER, END, END_OF_CALL]}
+    key = {"type": "regex", "pattern": r"[^<>\x00-\x1f]{1,256}"}
+    parameter = sequence(text(PARAMETER), key, text(">"), value, text(END_OF_PARAMETER), BLANKS)
+    names = one_of(*(text(tool.name) for tool in tools))
+    inside = sequence(BLANKS, {"type": "star", "content": parameter})
+    return _in_tags(sequence(text("<function="), names, text(">"), inside, text(END)), special_tokens, parallel)
 
 
 def llama3_calls(tools: Sequence[Tool], special_tokens: Mapping[str, int], parallel: bool) -> Part:

@@ -186,7 +186,7 @@ class ToolFormat:
     program: Program
     part: CallPart  # of the grammar of an answer, for calls
     markers: tuple[str, ...]  # markers that the text must show even if they are special tokens
-    argument_key: str | None = None  # of a call that is a plain object without a marker; None: all calls have one
+    has_markers: bool = True  # whether every call has one; otherwise calls may be plain objects
     has_short_ids: bool = False  # whether calls need IDs of nine letters and digits: the template refuses others
 
 
@@ -195,7 +195,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "hermes": ToolFormat(_hermes, hermes_calls, _TOOL_CALL),
     "qwen": ToolFormat(_hermes, hermes_calls, _TOOL_CALL),
     "qwen3_xml": ToolFormat(_qwen3_xml, qwen3_xml_calls, _TOOL_CALL),
-    "llama3": ToolFormat(_llama3, llama3_calls, ("<|python_tag|>",), argument_key="parameters"),
+    "llama3": ToolFormat(_llama3, llama3_calls, ("<|python_tag|>",), has_markers=False),
     "mistral": ToolFormat(_mistral, mistral_calls, ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), has_short_ids=True),
 }
 

@@ -11,8 +11,8 @@ from pydantic_core import from_json
 from services.router.output.source import Reading, Source, Writer
 from services.router.output.tool_calls import is_name
 
-_PARAMETER, _END_OF_PARAMETER, _END = "<parameter=", "</parameter>", "</function>"
-_END_OF_CALL = "</tool_call>"
+PARAMETER, END_OF_PARAMETER, END = "<parameter=", "</parameter>", "</function>"
+END_OF_CALL = "</tool_call>"
 
 
 def read_function(source: Source, writer: Writer, schemas: Mapping[str, Mapping[str, Any]]) -> Reading[bool]:
@@ -27,20 +27,20 @@ def read_function(source: Source, writer: Writer, schemas: Mapping[str, Mapping[
     writer.begin_call(name)
     schema = schemas.get(name, {}).get("properties")
     separator = "{"
-    tag = yield from _tag(source, (_PARAMETER, _END))
-    while tag == _PARAMETER:
+    tag = yield from _tag(source, (PARAMETER, END))
+    while tag == PARAMETER:
         key = yield from _attribute(source)
         if key is None:
             break
         value: list[str] = []
         # The next tag ends a value too: some models omit the closing tag.
-        tag = yield from source.until((_END_OF_PARAMETER, _PARAMETER, _END, _END_OF_CALL), value.append)
+        tag = yield from source.until((END_OF_PARAMETER, PARAMETER, END, END_OF_CALL), value.append)
         if not tag:
             return True  # the output was cut off
         writer.arguments(f"{separator}{_quoted(key)}: {_value(''.join(value), _schema_of(schema, key))}")
         separator = ", "
-        if tag == _END_OF_PARAMETER:
-            tag = yield from _tag(source, (_PARAMETER, _END))
+        if tag == END_OF_PARAMETER:
+            tag = yield from _tag(source, (PARAMETER, END))
     if tag is not None:
         writer.arguments("{}" if separator == "{" else "}")
     return True

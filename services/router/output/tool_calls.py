@@ -12,6 +12,7 @@ from services.router.output.json_text import JsonScanner, ValuePosition
 from services.router.output.source import WHITE_SPACE, Reading, Source, Writer
 
 _IN_STRINGS = re.compile(r'[^"\\\x00-\x1f]*')
+NAME_KEYS = frozenset({"name", "function"})
 ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
 MAX_NAME_CHARACTERS = 256
 
@@ -80,7 +81,7 @@ class _Call:
             if character != '"':
                 self._fail(character)
             key = json.loads((yield from _collected(source, '"')), strict=False)
-            if is_first and key not in ARGUMENT_KEYS | {"name", "type", "function", "id"}:
+            if is_first and key not in ARGUMENT_KEYS | NAME_KEYS | {"type", "id"}:
                 raise _MalformedError  # as early as possible: an answer that is other JSON should stream
             is_first = False
             if (character := (yield from source.skip())) != ":":
@@ -105,7 +106,7 @@ class _Call:
             return
         text = yield from _collected(source, first)
         value = json.loads(text, strict=False)
-        if key in ("name", "function") and isinstance(value, str):
+        if key in NAME_KEYS and isinstance(value, str):
             self._name = value
             if not is_name(value) or (self._names is not None and value not in self._names):
                 raise _MalformedError

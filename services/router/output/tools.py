@@ -85,7 +85,7 @@ def _tool(value: object, where: str) -> Tool:
     if parameters is not None:
         _check_schema(parameters, f"{where}.function.parameters")
     shown = {field: item for field, item in function.items() if field != "strict" and item is not None}
-    return Tool(name, parameters or NO_PARAMETERS, {"type": "function", "function": shown})
+    return Tool(name, NO_PARAMETERS if parameters is None else parameters, {"type": "function", "function": shown})
 
 
 def _check_schema(schema: object, where: str) -> None:

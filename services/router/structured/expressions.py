@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 Ranges = tuple[tuple[int, int], ...]  # ranges of code points, sorted and disjoint
 
@@ -50,23 +50,42 @@ PLAIN = ranges((0x20, 0x21), (0x23, 0x5B), (0x5D, 0x7E), (0xA0, 0xD7FF), (0xE000
 # Expressions: a class of characters, a sequence, alternatives, a repetition.
 
 
+class _Node:
+    @cached_property
+    def widths(self) -> tuple[int, int | None]:
+        """The lengths in characters of the shortest and the longest text; None: unbounded."""
+        match self:
+            case Class():
+                return 1, 1
+            case Concatenation(parts):
+                return _sum(part.widths for part in parts)
+            case Alternatives(options):
+                longest = [option.widths[1] for option in options if option.widths[1] is not None]
+                shortest = min(option.widths[0] for option in options)
+                return shortest, None if len(longest) < len(options) else max(longest)
+            case Repeat(inner, least, most):
+                shortest, most_of_one = inner.widths
+                return shortest * least, None if most_of_one is None or most is None else most_of_one * most
+        raise AssertionError(self)
+
+
 @dataclass(frozen=True)
-class Class:
+class Class(_Node):
     allowed: Ranges
 
 
 @dataclass(frozen=True)
-class Concatenation:
+class Concatenation(_Node):
     parts: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
-class Alternatives:
+class Alternatives(_Node):
     options: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
-class Repeat:
+class Repeat(_Node):
     inner: Node
     least: int
     most: int | None
@@ -126,22 +145,6 @@ def simplified(node: Node) -> Node:
             return Repeat(kept_inner, least, most)
 
 
-def widths(node: Node) -> tuple[int, int | None]:
-    """Returns the lengths in characters of the shortest and the longest text; None: unbounded."""
-    match node:
-        case Class():
-            return 1, 1
-        case Concatenation(parts):
-            return _sum(map(widths, parts))
-        case Alternatives(options):
-            each = [widths(option) for option in options]
-            longest = [most for _, most in each if most is not None]
-            return min(least for least, _ in each), None if len(longest) < len(each) else max(longest)
-        case Repeat(inner, least, most):
-            shortest, most_of_one = widths(inner)
-            return shortest * least, None if most_of_one is None or most is None else most_of_one * most
-
-
 def _sum(each: Iterable[tuple[int, int | None]]) -> tuple[int, int | None]:
     shortest = 0
     total: int | None = 0
@@ -151,80 +154,89 @@ def _sum(each: Iterable[tuple[int, int | None]]) -> tuple[int, int | None]:
     return shortest, total
 
 
+@lru_cache(maxsize=256)
 def with_length(node: Node, least: int, most: int | None) -> Node:
     """Returns `node` limited to texts of `least` to `most` characters; `NOTHING` if none is found.
 
     Where several parts vary in length, some texts are lost: each part has a share of `most`.
     """
-    return _at_least(node if most is None else _at_most(node, most), least)
+    return simplified(_at_least(node if most is None else _at_most(node, most), least))
 
 
 def _at_most(node: Node, most: int) -> Node:
-    shortest, longest = widths(node)
+    shortest, longest = node.widths
     if shortest > most:
         return NOTHING
     if longest is not None and longest <= most:
         return node
     match node:
         case Alternatives(options):
-            return simplified(Alternatives(tuple(_at_most(option, most) for option in options)))
+            return _options(_at_most(option, most) for option in options)
         case Concatenation(parts):
-            return simplified(Concatenation(_with_shares(parts, most - shortest)))
+            return Concatenation(_with_shares(parts, most - shortest))
         case Repeat():
             inner, least, times = _of_texts(node)
-            narrow, wide = widths(inner)
+            narrow, wide = inner.widths
             count = min(most // narrow, max(least, 1, most // (_SHARE if wide is None else wide)))
             count = count if times is None else min(count, times)
             return Repeat(_at_most(inner, most // count), least, count) if count else EMPTY
     return node
 
 
+def _options(found: Iterable[Node]) -> Node:
+    kept = tuple(option for option in found if option is not NOTHING)
+    return Alternatives(kept) if kept else NOTHING
+
+
 def _with_shares(parts: Sequence[Node], spare: int) -> tuple[Node, ...]:
-    """Returns `parts` with `spare` characters in all beyond their shortest texts: each has a share of what is left."""
+    """Divides `spare` characters among `parts`, in addition to their shortest texts."""
     limited = list(parts)
     for number, index in enumerate(sorted(range(len(parts)), key=lambda index: _room(parts[index]))):
-        low = widths(parts[index])[0]
+        low = parts[index].widths[0]
         limited[index] = _at_most(parts[index], low + spare // (len(parts) - number))
-        spare -= (widths(limited[index])[1] or 0) - low
+        spare -= (limited[index].widths[1] or 0) - low
     return tuple(limited)
 
 
 def _at_least(node: Node, least: int) -> Node:
-    if node == NOTHING:
+    if node is NOTHING:
         return NOTHING
-    shortest, longest = widths(node)
+    shortest, longest = node.widths
     if shortest >= least:
         return node
     if longest is not None and longest < least:
         return NOTHING
     match node:
         case Alternatives(options):
-            return simplified(Alternatives(tuple(_at_least(option, least) for option in options)))
+            return _options(_at_least(option, least) for option in options)
         case Concatenation(parts):
             raised, missing = list(parts), least - shortest
             for index in sorted(range(len(parts)), key=lambda index: -_room(parts[index])):
-                low = widths(parts[index])[0]
+                low = parts[index].widths[0]
                 raised[index] = _at_least(parts[index], low + min(missing, _room(parts[index])))
-                missing = max(0, missing - widths(raised[index])[0] + low)
-            return simplified(Concatenation(tuple(raised)))
+                if raised[index] is NOTHING:
+                    return NOTHING
+                missing = max(0, missing - raised[index].widths[0] + low)
+            return Concatenation(tuple(raised))
         case Repeat():
             inner, _, times = _of_texts(node)
-            count = -(-least // widths(inner)[0])
+            count = -(-least // inner.widths[0])
             if times is None or count <= times:
                 return Repeat(inner, count, times)
-            return simplified(Repeat(_at_least(inner, -(-least // times)), times, times))
+            longer = _at_least(inner, -(-least // times))
+            return NOTHING if longer is NOTHING else Repeat(longer, times, times)
     return node
 
 
 def _of_texts(node: Repeat) -> tuple[Node, int, int | None]:
     """Returns the parts of an equal repetition whose inner texts are not empty."""
-    if widths(node.inner)[0]:
+    if node.inner.widths[0]:
         return node.inner, node.least, node.most
     return _at_least(node.inner, 1), 0, node.most
 
 
 def _room(node: Node) -> int:
-    low, high = widths(node)
+    low, high = node.widths
     return _ENDLESS if high is None else high - low
 
 

@@ -202,4 +202,3 @@ GUIDED = {
     "guided_grammar": _ebnf,
 }
 """vLLM's former names of the fields of `structured_outputs`."""
-GRAMMAR_FIELDS = ("response_format", "structured_outputs", *GUIDED)

@@ -17,37 +17,39 @@ _SMALLEST_RANGE = 1e-5  # grammars write bounded numbers with six decimals
 
 def string(schema: Mapping[str, Any], path: str) -> dict[str, Any]:
     """Returns the schema of the strings that `schema` allows. Raises SchemaError."""
-    if _pattern(schema, path) is None:  # xgrammar's lengths are faster than a pattern with a length
-        shortest, longest = _lengths(schema, path)
-        found: dict[str, Any] = {"type": "string"} | ({"minLength": shortest} if shortest else {})
-        return found | ({} if longest is None else {"maxLength": longest})
     text = text_of(schema, path)
-    assert text is not None
-    return {"type": "string", "pattern": text.text}
+    if _pattern(schema, path) is not None:
+        assert text is not None
+        return {"type": "string", "pattern": text.text}
+    # xgrammar's lengths are faster than a pattern with a length.
+    lengths = {keyword: count(schema, keyword, path) for keyword in ("minLength", "maxLength")}
+    kept = {
+        keyword: length for keyword, length in lengths.items() if length or (keyword == "maxLength" and length == 0)
+    }
+    return {"type": "string", **kept}
 
 
 def text_of(schema: Mapping[str, Any], path: str) -> Pattern | None:
     """Returns the expression of the strings that `schema` allows; None if all are. Raises SchemaError."""
-    shortest, longest = _lengths(schema, path)
+    shortest, longest = count(schema, "minLength", path) or 0, count(schema, "maxLength", path)
+    if longest is not None and longest < shortest:
+        raise SchemaError(at(path, "maxLength"), "is less than minLength: no string is allowed")
     pattern = _pattern(schema, path)
     if not shortest and longest is None:
         return pattern
-    limited = (ANY if pattern is None else pattern).with_length(shortest, longest)
-    if limited is None:
-        keyword = "minLength" if longest is None else "maxLength"
-        what = "format" if "pattern" not in schema else "pattern"
-        raise SchemaError(at(path, keyword), f"leaves no text of this {what}")
-    return limited
-
-
-def _lengths(schema: Mapping[str, Any], path: str) -> tuple[int, int | None]:
-    shortest, longest = count(schema, "minLength", path) or 0, count(schema, "maxLength", path)
+    pattern = ANY if pattern is None else pattern
+    most = pattern.node.widths[1]
+    if most is not None and longest is not None and most <= longest:
+        longest = None
     for keyword, length in (("minLength", shortest), ("maxLength", longest or 0)):
         if length > MAX_LENGTH:
             raise SchemaError(at(path, keyword), f"should be at most {MAX_LENGTH}")
-    if longest is not None and longest < shortest:
-        raise SchemaError(at(path, "maxLength"), "is less than minLength: no string is allowed")
-    return shortest, longest
+    limited = pattern.with_length(shortest, longest)
+    if limited is None:
+        keyword = "minLength" if "maxLength" not in schema else "maxLength"
+        what = "format" if "pattern" not in schema else "pattern"
+        raise SchemaError(at(path, keyword), f"is unusable with this {what}")
+    return limited
 
 
 def _pattern(schema: Mapping[str, Any], path: str) -> Pattern | None:
