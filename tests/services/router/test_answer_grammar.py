@@ -218,7 +218,26 @@ def test_a_model_calls_a_tool_before_it_answers_in_the_form(model: Model, tokens
     assert not [delta["content"] for delta in deltas if delta.get("content")]
 
 
-@pytest.mark.parametrize("form", [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": {}}}])
+def object_of(*names: str) -> dict[str, Any]:
+    schema = {"type": "object", "properties": {name: {} for name in names}, "required": [*names]}
+    return {"type": "json_schema", "json_schema": {"name": "form", "schema": schema}}
+
+
+# It takes very many steps to compare with anything.
+MAZE = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 5} for i in range(6)} | {"d6": {"type": "object"}}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"type": "json_object"},
+        {"type": "json_schema", "json_schema": {"schema": {}}},
+        object_of("name", "parameters"),
+        object_of("function", "arguments"),
+        {"type": "json_schema", "json_schema": {"schema": {"$ref": "#/$defs/d0", "$defs": MAZE}}},
+    ],
+    ids=lambda form: str(form)[-40:],
+)
 def test_a_form_that_could_be_a_call_is_refused(new_model: Callable[..., Model], form: dict[str, Any]) -> None:
     model = new_model("{{ messages[0].content }}", tool_call_parser="llama3")
     fields = {"messages": [{"role": "user", "content": "Paris?"}], "tools": [WEATHER]}
@@ -226,5 +245,13 @@ def test_a_form_that_could_be_a_call_is_refused(new_model: Callable[..., Model],
     assert response.status_code == 400
     assert "response_format and tools are ambiguous together" in response.json()["error"]["message"]
     assert response.json()["error"]["param"] == "response_format"
+    regex = model.router.chat(**fields, response_format={"type": "text"}, guided_regex="[0-9]+")
+    assert regex.json()["error"]["param"] == "guided_regex"
+    tool = {"name": "weather", "input_schema": PARAMETERS}
+    format_ = {"type": "json_schema", "schema": {}}
+    body = {"max_tokens": 9, "messages": fields["messages"], "tools": [tool], "output_config": {"format": format_}}
+    messages = model.router.client.post("/v1/messages", json=body | {"model": "chat-model"})
+    assert messages.status_code == 400
+    assert messages.json()["error"]["message"].startswith("output_config and tools are ambiguous together")
     model.will_say(ANSWER)
     assert model.chat(response_format=FORMAT)["message"]["content"] == ANSWER

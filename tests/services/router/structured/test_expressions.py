@@ -6,6 +6,10 @@ import itertools
 import random
 import re
 
+import pytest
+
+from services.router.structured import expressions
+from services.router.structured.enforceable import to_enforceable
 from services.router.structured.expressions import (
     NOTHING,
     Alternatives,
@@ -73,3 +77,21 @@ def test_random_expressions() -> None:
             assert most is None or len(text) <= most, (written(node), written(limited), text)
     assert num_found > NUM_EXPRESSIONS / 4
     assert num_lost < MAX_LOST * NUM_EXPRESSIONS
+
+
+def test_deep_expressions_take_no_longer_with_a_length() -> None:
+    """The time was proportional to size times depth, for each object of a schema."""
+    names = {"type": "string", "pattern": "(?:" * 60 + "a|bb" + "|xcy)z" * 60, "maxLength": 62}
+    properties = {f"p{i}": {"type": "object", "propertyNames": {"$ref": "#/$defs/a"}} for i in range(20)}
+    visited = 0
+    expected = expressions._at_most
+
+    def count(node: Node, most: int) -> Node:
+        nonlocal visited
+        visited += 1
+        return expected(node, most)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(expressions, "_at_most", count)
+        to_enforceable({"type": "object", "properties": properties, "$defs": {"a": names}})
+    assert 0 < visited < 1000
