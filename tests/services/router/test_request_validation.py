@@ -19,7 +19,7 @@ BAD_SCHEMAS = [
     {"type": "array", "uniqueItems": True},
     {"properties": {"a": {"not": {"type": "null"}}}},
     {"properties": {"a": {"$ref": "https://example.com/schema"}}},
-    {"type": "string", "pattern": "a+b", "maxLength": 5},
+    {"type": "string", "pattern": "a{6,}b", "maxLength": 5},
     {"type": "string", "format": "colour"},
     {"allOf": [{"type": "object"}, {"type": "object"}]},
     functools.reduce(lambda schema, _: {"items": schema}, range(65), {}),
