@@ -15,8 +15,8 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import httpx
 
@@ -85,7 +85,8 @@ def compare_on(using: InstructionSet, prompts: Sequence[Sequence[int]], shared: 
     """Compares answers with and without speculation on one instruction set. Yields rows for the table."""
     name, expected = using.name.lower(), None
     for lanes in _widths() if using is InstructionSet.PORTABLE else [""]:
-        with _forced(name, lanes), LocalCluster(load_config(None, shared)) as cluster:
+        forced = {VARIABLE: name} | ({LANES_VARIABLE: lanes} if lanes else {})
+        with patch.dict(os.environ, forced), LocalCluster(load_config(None, shared)) as cluster:
             cluster.wait_ready(READY_TIMEOUT_SECONDS)
             if expected is None:
                 expected = answers(cluster.url, prompts, k=0, concurrency=8)
@@ -108,22 +109,6 @@ def _widths() -> list[str]:
     found = [str(lanes) for lanes in (16, 8, 4) if kernels.use_lanes(lanes)]
     kernels.use_lanes(0)
     return found
-
-
-@contextmanager
-def _forced(name: str, lanes: str) -> Iterator[None]:
-    """Programs that are started meanwhile compute with this instruction set and, if given, this width."""
-    forced = {VARIABLE: name} | ({LANES_VARIABLE: lanes} if lanes else {})
-    before = {variable: os.environ.get(variable) for variable in forced}
-    os.environ |= forced
-    try:
-        yield
-    finally:
-        for variable, value in before.items():
-            if value is None:
-                del os.environ[variable]
-            else:
-                os.environ[variable] = value
 
 
 def main() -> None:

@@ -64,7 +64,7 @@ def main() -> int:
     changes = _git("status", "--porcelain", "--untracked-files=no")
     found = problems(version, all_tags.split(), tags_here.split(), changes)
     found += [
-        f"there is no {compiler}: apt install {compiler.replace('_', '-').removesuffix('-gcc').join(('gcc-', ''))}"
+        f"there is no {compiler}: install Debian's package of it"
         for compiler in COMPILERS.values()
         if shutil.which(compiler) is None
     ]

@@ -121,7 +121,7 @@ _RIVALS = (
     ("llama.cpp's best", r"llama\.cpp b?f16.*"),
 )
 _RIVALS_OF_INT8 = (("llama.cpp's best in q8_0", r"llama\.cpp q8_0.*"),)
-"""Systems to compare with, by the names of those of which the best counts."""
+"""Titles of rows, and the names of the systems: a row has the best of them at each point."""
 
 
 def peers(results: Results) -> str:

@@ -20,7 +20,7 @@ from services.router.output.grammar_parts import (
     text,
 )
 from services.router.output.qwen_xml import END, END_OF_CALL, END_OF_PARAMETER, PARAMETER
-from services.router.output.tools import NO_PARAMETERS, Tool
+from services.router.output.tools import NO_PARAMETERS, Tool, call_object
 
 _ANY_OBJECT = {"type": "object"}
 
@@ -63,9 +63,7 @@ def _call_schema(tools: Sequence[Tool], argument_key: str) -> dict[str, Any]:
     options = []
     for arguments in (NO_PARAMETERS, _ANY_OBJECT):
         if names := [tool.name for tool in tools if _arguments(tool) == arguments]:
-            properties = {"name": {"enum": names}, argument_key: arguments}
-            required = ["name", argument_key]
-            options.append({"properties": properties, "required": required, **NO_PARAMETERS})
+            options.append(call_object({"enum": names}, argument_key, arguments))
     return {"anyOf": options}
 
 

@@ -166,10 +166,15 @@ def _call_schema(tool: Tool, index: int, definitions: dict[str, Schema]) -> Sche
     """Returns the schema of a call of `tool`; adds its own definitions to `definitions`."""
     parameters = _parameters(tool, index)
     definitions.update(parameters.pop("$defs", {}))
+    return call_object({"const": tool.name}, "parameters", parameters)
+
+
+def call_object(names: Schema, argument_key: str, arguments: Schema) -> dict[str, Any]:
+    """Returns the schema of a call {"name": ..., `argument_key`: ...} whose name is one of `names`."""
     return {
         "type": "object",
-        "properties": {"name": {"const": tool.name}, "parameters": parameters},
-        "required": ["name", "parameters"],
+        "properties": {"name": names, argument_key: arguments},
+        "required": ["name", argument_key],
         "additionalProperties": False,
     }
 

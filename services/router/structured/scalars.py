@@ -17,33 +17,41 @@ _SMALLEST_RANGE = 1e-5  # grammars write bounded numbers with six decimals
 
 def string(schema: Mapping[str, Any], path: str) -> dict[str, Any]:
     """Returns the schema of the strings that `schema` allows. Raises SchemaError."""
-    text = text_of(schema, path)
-    if _pattern(schema, path) is not None:
-        assert text is not None
-        return {"type": "string", "pattern": text.text}
+    pattern, shortest, longest = _limits(schema, path)
+    if pattern is not None:
+        return {"type": "string", "pattern": _cut(pattern, shortest, longest, schema, path).text}
     # xgrammar's lengths are faster than a pattern with a length.
-    lengths = {keyword: count(schema, keyword, path) for keyword in ("minLength", "maxLength")}
-    kept = {
-        keyword: length for keyword, length in lengths.items() if length or (keyword == "maxLength" and length == 0)
-    }
-    return {"type": "string", **kept}
+    found: dict[str, Any] = {"type": "string"} | ({"minLength": shortest} if shortest else {})
+    return found | ({} if longest is None else {"maxLength": longest})
 
 
 def text_of(schema: Mapping[str, Any], path: str) -> Pattern | None:
     """Returns the expression of the strings that `schema` allows; None if all are. Raises SchemaError."""
+    pattern, shortest, longest = _limits(schema, path)
+    if pattern is None and not shortest and longest is None:
+        return None
+    return _cut(ANY if pattern is None else pattern, shortest, longest, schema, path)
+
+
+def _limits(schema: Mapping[str, Any], path: str) -> tuple[Pattern | None, int, int | None]:
+    """Returns the pattern, if there is one, and the lengths that it does not already ensure."""
     shortest, longest = count(schema, "minLength", path) or 0, count(schema, "maxLength", path)
     if longest is not None and longest < shortest:
         raise SchemaError(at(path, "maxLength"), "is less than minLength: no string is allowed")
     pattern = _pattern(schema, path)
-    if not shortest and longest is None:
-        return pattern
-    pattern = ANY if pattern is None else pattern
-    most = pattern.node.widths[1]
+    most = None if pattern is None else pattern.node.widths[1]
     if most is not None and longest is not None and most <= longest:
         longest = None
     for keyword, length in (("minLength", shortest), ("maxLength", longest or 0)):
         if length > MAX_LENGTH:
             raise SchemaError(at(path, keyword), f"should be at most {MAX_LENGTH}")
+    return pattern, shortest, longest
+
+
+def _cut(pattern: Pattern, shortest: int, longest: int | None, schema: Mapping[str, Any], path: str) -> Pattern:
+    """Returns `pattern` for texts of these lengths. Raises SchemaError if none is found."""
+    if not shortest and longest is None:
+        return pattern
     limited = pattern.with_length(shortest, longest)
     if limited is None:
         keyword = "minLength" if "maxLength" not in schema else "maxLength"
