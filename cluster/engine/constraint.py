@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
@@ -15,9 +14,6 @@ from cluster.constraints import UNCONSTRAINED, Constraints
 from cluster.errors import InvalidRequestError
 from cluster.grammars.matcher import CompiledGrammar, Matcher
 from cluster.speculation.drafts import Drafts
-
-_MAX_STEP_SECONDS = 0.1
-"Time of a grammar in one step, during which every sequence waits: a slower grammar is abandoned."
 
 
 class TokenConstraint:
@@ -104,25 +100,27 @@ class TokenConstraint:
         """Returns masks for the token after the last committed token and after each of `drafts`.
 
         The masks are int32 [1 + len(drafts), ceil(vocab_size / 32)]. All `drafts` must be allowed. Returns None if no
-        token is forbidden. Sets `error` if the grammar takes too much time.
+        token is forbidden. Sets `error` if the grammar exceeds its limits.
         """
         if not self.is_active:
             return None
         masks = torch.full((1 + len(drafts), self._num_words), -1, dtype=torch.int32)
-        started_at = time.thread_time()
         self._fill(masks, 0)
         self._walk(drafts, lambda node: self._fill(masks, node + 1))
-        if self._matcher is not None and time.thread_time() - started_at > _MAX_STEP_SECONDS:
-            self.error = InvalidRequestError(
-                f"the grammar is too ambiguous: one token took more than {_MAX_STEP_SECONDS:g} s; make it simpler"
-            )
+        self._check()
         return masks
 
     def commit(self, token: int) -> bool:
         """Commits `token`. If it is forbidden, sets `error` and returns False for it and for all later tokens."""
+        self._check()
         if self.error is None and not self._push(token):
             self.error = InvalidRequestError("the constraints of the request allow no next token")
         return self.error is None
+
+    def _check(self) -> None:
+        """Sets `error` if the grammar has exceeded its limits."""
+        if self._matcher is not None and self._matcher.error is not None:
+            self.error = InvalidRequestError(f"the grammar cannot be followed any further: {self._matcher.error}")
 
     def _walk(self, drafts: Drafts, visit: Callable[[int], object]) -> None:
         """Calls `visit` with each allowed draft. During the call the draft and its ancestors count as committed."""

@@ -1,68 +1,40 @@
-"""Compiles the grammars of requests for matchers: each once, in bounded time. Refusals are kept too."""
+"""Compiles the grammars of requests: each once, one at a time, the shortest first. Refusals are kept too."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
-import importlib
-import json
-import logging
-import os
-import sys
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from heapq import heappop, heappush
+from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cluster.constraints import Grammar
-from cluster.errors import InternalError, InvalidRequestError, OverloadedError
-from cluster.grammars.frames import LENGTH, frame
+from cluster.errors import InvalidRequestError, OverloadedError
 from cluster.grammars.matcher import CompiledGrammar
 
 if TYPE_CHECKING:
-    from cluster.grammars.matching import Vocabulary
+    from cluster.grammars.vocabulary import Vocabulary
 
-logger = logging.getLogger(__name__)
-
-# Maximum processor time for up to 50,000 tokens; grows in proportion to larger vocabularies.
-_COMPILE_SECONDS = 5.0
-_VOCAB_SIZE = 50_000
-_WAIT_SECONDS = 60.0  # maximum time for the answer to one grammar
-_LOOK_SECONDS = 0.1  # interval between two checks of a grammar's compile time
-_START_SECONDS = 60.0  # mostly imports
-_MAX_KEPT_BYTES = 128 * 2**20  # size of the kept grammars in serialized form; in memory they take about as much again
-_MAX_WAITING = 64
+_MAX_KEPT = 256  # grammars
 _MAX_REFUSED = 1024
-_MAX_REASON_CHARACTERS = 500  # xgrammar quotes texts of clients
-
-
-@dataclass
-class _Work:
-    """A grammar that is being compiled, or waits to be compiled."""
-
-    result: asyncio.Task[CompiledGrammar]
-    num_waiting: int = 0  # requests
-    has_begun: bool = False
+_MAX_WAITING = 64
 
 
 class GrammarCompiler:
-    """Compiles in a separate process, one grammar at a time; belongs to one event loop.
+    """Compiles in a thread; belongs to one event loop.
 
-    The process starts with the first grammar. It is killed if a grammar takes too much time or memory.
+    The time that a grammar takes grows with its text, so that many long ones delay a short one by one turn only.
     """
 
     def __init__(self, folder: Path, vocab_size: int, end_token_ids: Sequence[int]) -> None:
-        self._compile_seconds = _COMPILE_SECONDS * max(1.0, vocab_size / _VOCAB_SIZE)
-        self._arguments = [str(folder), str(vocab_size), *map(str, end_token_ids)]
-        self._process: asyncio.subprocess.Process | None = None
-        self._matching: Any = None  # the module
-        self._written = ""  # the vocabulary
+        self._folder, self._vocab_size, self._end_token_ids = folder, vocab_size, end_token_ids
         self._vocabulary: Vocabulary | None = None
-        self._turn = asyncio.Lock()
-        self._work: dict[Grammar, _Work] = {}
+        self._turns = _Turns()
+        self._work: dict[Grammar, asyncio.Task[CompiledGrammar]] = {}
         self._kept: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()  # least recently used first
         self._refused: OrderedDict[bytes, str] = OrderedDict()  # reasons by the hash of a grammar, oldest first
 
@@ -80,160 +52,74 @@ class GrammarCompiler:
         if work is None:
             if len(self._work) >= _MAX_WAITING:
                 raise OverloadedError(f"{_MAX_WAITING} grammars wait to be compiled already; retry later")
-            work = self._work[grammar] = _Work(asyncio.create_task(self._compile_in_turn(grammar)))
-            work.result.add_done_callback(_note_error)
-        work.num_waiting += 1
-        try:
-            return await asyncio.shield(work.result)  # shielded, because other requests may wait for it too
-        finally:
-            work.num_waiting -= 1
-            # A compilation that has begun continues even if no request waits for it. Only killing the process can stop
-            # it, and restarting the process takes longer than almost every compilation.
-            if not work.num_waiting and not work.has_begun:
-                work.result.cancel()
-                del self._work[grammar]  # the task ends later, but the next request must start a new one
-
-    async def _compile_in_turn(self, grammar: Grammar) -> CompiledGrammar:
-        async with self._turn:
-            self._work[grammar].has_begun = True
-            try:
-                compiled = await self._compile(grammar)
-            finally:
-                del self._work[grammar]
-        self._keep(grammar, compiled)
-        return compiled
-
-    def _refusal(self, grammar: Grammar, reason: str) -> InvalidRequestError:
-        """Returns the error for a grammar that is at fault, not the machine, and keeps it."""
-        self._refused[_hash(grammar)] = reason[:_MAX_REASON_CHARACTERS]
-        if len(self._refused) > _MAX_REFUSED:
-            self._refused.popitem(last=False)
-        return InvalidRequestError(self._refused[_hash(grammar)])
+            work = self._work[grammar] = asyncio.create_task(self._compile_in_turn(grammar))
+            work.add_done_callback(_note_error)
+        return await asyncio.shield(work)  # shielded, because other requests may wait for it too
 
     async def close(self) -> None:
-        results = [work.result for work in self._work.values()]
-        for result in results:
-            result.cancel()
-        await asyncio.gather(*results, return_exceptions=True)
-        if self._process is not None:
-            await self._end(self._process)
+        for work in self._work.values():
+            work.cancel()
+        await asyncio.gather(*self._work.values(), return_exceptions=True)
 
-    def _keep(self, grammar: Grammar, compiled: CompiledGrammar) -> None:
-        self._kept[grammar] = compiled
-        while len(self._kept) > 1 and sum(len(kept.written) for kept in self._kept.values()) > _MAX_KEPT_BYTES:
+    async def _compile_in_turn(self, grammar: Grammar) -> CompiledGrammar:
+        async with self._turns.take(len(grammar.text)):
+            try:
+                compiled = self._kept[grammar] = await asyncio.to_thread(self._compile, grammar)
+            except InvalidRequestError as error:
+                self._refused[_hash(grammar)] = error.message
+                if len(self._refused) > _MAX_REFUSED:
+                    self._refused.popitem(last=False)
+                raise
+            finally:
+                del self._work[grammar]
+        if len(self._kept) > _MAX_KEPT:
             self._kept.popitem(last=False)
+        return compiled
 
-    async def _compile(self, grammar: Grammar) -> CompiledGrammar:
-        process = await self._started()
-        asked = frame(json.dumps({"form": grammar.form, "text": grammar.text}))
-        has_answered = False
-        try:
-            answer, written = await self._ask_in_time(process, asked)
-            has_answered = True
-        except TimeoutError:
-            raise self._refusal(
-                grammar, f"the grammar takes longer than {self._compile_seconds:g} s to compile: make it simpler"
-            ) from None
-        except (asyncio.IncompleteReadError, ConnectionError):
-            raise InvalidRequestError(
-                "the grammar cannot be compiled: it is too deep, or needs too much memory"
-            ) from None
-        finally:
-            if not has_answered:  # after any exception: a late answer must not be taken for that of the next grammar
-                await self._end(process)
-        if "error" in answer:
-            reason = f"the grammar cannot be used: {answer['error'] or 'xgrammar reports no reason'}"
-            raise self._refusal(grammar, reason)
-        assert self._vocabulary is not None
-        # In a thread, because reading an answer of many megabytes takes seconds and would block the event loop.
-        compiled = await asyncio.to_thread(self._matching.read_compiled, written, self._vocabulary)
-        return CompiledGrammar(partial(self._matching.make_matcher, compiled), written, self._written)
+    def _compile(self, grammar: Grammar) -> CompiledGrammar:
+        # Imported at the first grammar: workers without grammars do not need it.
+        from cluster.grammars.matching import compile_grammar
+        from cluster.grammars.vocabulary import Vocabulary
 
-    async def _ask_in_time(self, process: asyncio.subprocess.Process, asked: bytes) -> tuple[dict[str, Any], str]:
-        """Returns the result of `_ask`.
-
-        Raises TimeoutError if `process` uses too much time, and OverloadedError if it does not answer.
-        """
-        asking = asyncio.create_task(self._ask(process, asked))
-        started_at, loop = _processor_seconds(process), asyncio.get_running_loop()
-        until = loop.time() + _WAIT_SECONDS
-        try:
-            while not (await asyncio.wait((asking,), timeout=_LOOK_SECONDS))[0]:
-                if _processor_seconds(process) > started_at + self._compile_seconds:
-                    raise TimeoutError
-                if loop.time() > until:
-                    raise OverloadedError(f"the grammar was not compiled within {_WAIT_SECONDS:g} s; retry later")
-            return asking.result()
-        finally:
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
-
-    async def _ask(self, process: asyncio.subprocess.Process, asked: bytes) -> tuple[dict[str, Any], str]:
-        """Returns the child's report, and the compiled grammar if there is one."""
-        assert process.stdin is not None
-        process.stdin.write(asked)
-        await process.stdin.drain()
-        answer = json.loads(await _read(process))
-        return answer, "" if "error" in answer else (await _read(process)).decode()
-
-    async def _started(self) -> asyncio.subprocess.Process:
-        if self._process is not None and self._process.returncode is None:
-            return self._process
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "cluster.grammars.process",
-            *self._arguments,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,  # discards xgrammar's warnings, which quote text of clients
-        )
-        try:
-            written = (await asyncio.wait_for(_read(process), _START_SECONDS)).decode()
-        except BaseException as error:
-            await self._end(process)
-            if isinstance(error, Exception):
-                logger.exception("the process that compiles grammars cannot start")
-                raise InternalError("grammars cannot be compiled here") from error
-            raise
         if self._vocabulary is None:
-            # Imported at the first grammar: the import of xgrammar and transformers takes a second, and workers without
-            # grammars do not need them.
-            self._matching = await asyncio.to_thread(importlib.import_module, "cluster.grammars.matching")
-            self._written = written
-            self._vocabulary = self._matching.read_vocabulary(self._written)
-        self._process = process
-        return process
+            self._vocabulary = Vocabulary.of_model(self._folder, self._vocab_size, self._end_token_ids)
+        return compile_grammar(grammar, self._vocabulary)
 
-    async def _end(self, process: asyncio.subprocess.Process) -> None:
-        self._process = None
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        assert process.stdout is not None
-        # Read the rest of the output: otherwise asyncio does not detect that the process has ended, and waits forever.
-        await process.stdout.read()
-        await process.wait()
+
+class _Turns:
+    """Turns of one task at a time."""
+
+    def __init__(self) -> None:
+        self._is_taken = False
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []  # a heap of length, arrival and turn
+        self._arrivals = count()
+
+    @asynccontextmanager
+    async def take(self, length: int) -> AsyncIterator[None]:
+        """Waits for a turn; of those that wait, the smallest `length` is next."""
+        if self._is_taken:
+            turn = asyncio.get_running_loop().create_future()
+            heappush(self._waiting, (length, next(self._arrivals), turn))
+            await turn
+        self._is_taken = True
+        try:
+            yield
+        finally:
+            waiting = next((turn for turn in self._drain() if not turn.done()), None)
+            self._is_taken = waiting is not None
+            if waiting is not None:
+                waiting.set_result(None)
+
+    def _drain(self) -> Iterator[asyncio.Future[None]]:
+        while self._waiting:
+            yield heappop(self._waiting)[2]
 
 
 def _hash(grammar: Grammar) -> bytes:
     return hashlib.sha256(f"{grammar.form}\n{grammar.text}".encode()).digest()
 
 
-def _note_error(result: asyncio.Task[CompiledGrammar]) -> None:
-    """Marks the error of `result` as retrieved. Otherwise asyncio would log it if no caller waits any more."""
-    if not result.cancelled():
-        result.exception()
-
-
-async def _read(process: asyncio.subprocess.Process) -> bytes:
-    assert process.stdout is not None
-    (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
-    return await process.stdout.readexactly(length)
-
-
-def _processor_seconds(process: asyncio.subprocess.Process) -> float:
-    """Returns the processor time that `process` has used; 0 if it has ended."""
-    with contextlib.suppress(OSError):
-        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return 0.0
+def _note_error(work: asyncio.Task[CompiledGrammar]) -> None:
+    """Marks the error of `work` as retrieved. Otherwise asyncio would log it if no caller waits any more."""
+    if not work.cancelled():
+        work.exception()

@@ -10,7 +10,11 @@ import torch
 
 
 class Matcher(Protocol):
-    """The used part of xgrammar's matcher, and a guess of the next tokens."""
+    """The state of a text in its grammar."""
+
+    @property
+    def error(self) -> str | None:
+        """Returns the limit that the grammar has exceeded: from then on it allows nothing; None: there is no error."""
 
     def accept_token(self, token_id: int, /) -> bool: ...
 
@@ -32,5 +36,5 @@ class CompiledGrammar:
     """A compiled grammar, for an engine in this process or in another."""
 
     new_matcher: Callable[[], Matcher]  # creates a matcher at the beginning of the text
-    written: str
-    vocabulary: str  # vocabulary it was compiled for, serialized
+    written: str  # the grammar, for another process
+    vocabulary: str  # the vocabulary it was compiled for, likewise

@@ -132,6 +132,10 @@ class UniqueKeys:
         self._places.append(place)
         return True
 
+    @property
+    def error(self) -> str | None:
+        return self._matcher.error
+
     def rollback(self, num_tokens: int, /) -> None:
         self._matcher.rollback(num_tokens)
         del self._places[len(self._places) - num_tokens :]

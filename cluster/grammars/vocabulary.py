@@ -1,31 +1,35 @@
-"""The vocabulary of a tokenizer for grammars: the text of every token."""
+"""The tokens of a model, as grammars see them."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
-import xgrammar
-from tokenizers import Tokenizer
+from llguidance import LLTokenizer
+
+from cluster.grammars.unique_keys import QuotingTokens
 
 
-def read_vocabulary(folder: Path, vocab_size: int, end_token_ids: Sequence[int]) -> xgrammar.TokenizerInfo:
-    """Reads the vocabulary of the model in `folder`. The model has `vocab_size` logits; `end_token_ids` end a text.
+class Vocabulary:
+    """The texts of tokens. Special tokens have none: grammars allow them only by their IDs."""
 
-    Special tokens have no text, so grammars allow none of them except the end tokens.
-    """
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    special = {token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-    spelled = [""] * vocab_size
-    for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
-        if token_id < vocab_size and token_id not in special:
-            spelled[token_id] = token
-    # Detect the spelling of bytes from the file, as `from_huggingface` does, but without importing all of transformers.
-    how = xgrammar.TokenizerInfo._detect_metadata_from_hf(tokenizer.to_str())
-    return xgrammar.TokenizerInfo(
-        spelled,
-        how["vocab_type"],
-        vocab_size=vocab_size,
-        stop_token_ids=list(end_token_ids),
-        add_prefix_space=how["add_prefix_space"],
-    )
+    def __init__(self, tokenizer: str, vocab_size: int, end_token_ids: Sequence[int]) -> None:
+        """`tokenizer`: the text of tokenizer.json. The model has `vocab_size` logits; `end_token_ids` end a text."""
+        self.written = json.dumps([tokenizer, vocab_size, list(end_token_ids)])
+        self.vocab_size = vocab_size
+        self.end_token_ids = frozenset(end_token_ids)
+        self.tokenizer = LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(end_token_ids) or None)
+
+    @classmethod
+    def of_model(cls, folder: Path, vocab_size: int, end_token_ids: Sequence[int]) -> Vocabulary:
+        return cls((folder / "tokenizer.json").read_text(encoding="utf-8"), vocab_size, end_token_ids)
+
+    @classmethod
+    def read(cls, written: str) -> Vocabulary:
+        return cls(*json.loads(written))
+
+    @cached_property
+    def quoting_tokens(self) -> QuotingTokens:
+        return QuotingTokens([self.tokenizer.decode_bytes([token]) for token in range(self.vocab_size)])

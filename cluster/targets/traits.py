@@ -26,9 +26,9 @@ from cluster.speculation.noise import NOISE_VERSION
 from cluster.targets.base import TargetModel
 from cluster.vllm.lora import LoraLimits
 
-ENGINE_VERSION = 4
-"""Counted up with every change after which the same model gives other logits, be it in the last bit, or a filter keeps
-other tokens."""
+ENGINE_VERSION = 5
+"""Counted up with every change after which the same model gives other logits, be it in the last bit, or a filter or
+grammar allows other tokens."""
 
 _OF_THE_DRAFT = ("rejection", "engine")  # kinds of acceptance with which the draft influences the answer
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from cluster.constraints import UNCONSTRAINED, Constraints
 from cluster.engine.constraint import TokenConstraint
-from cluster.grammars import matching
+from cluster.grammars.matching import read_compiled
+from cluster.grammars.vocabulary import Vocabulary
 
 EXTRA_ARGS_KEY = "outrider_constraints"
 _VOCABULARY_SECONDS = 10.0  # maximum wait for the vocabulary, which takes some 100 ms to read
@@ -46,13 +47,13 @@ class RequestConstraints:
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._vocabulary: Any = None
+        self._vocabulary: Vocabulary | None = None
         self._is_known = threading.Event()
         self._constraints: dict[str, TokenConstraint] = {}
 
     def know_vocabulary(self, written: str) -> None:
         """Sets the vocabulary. Must be called for the first request with a grammar. Thread-safe."""
-        self._vocabulary = matching.read_vocabulary(written)
+        self._vocabulary = Vocabulary.read(written)
         self._is_known.set()
 
     def of(
@@ -85,6 +86,7 @@ class RequestConstraints:
         )
         matcher = None
         if asked["grammar"] is not None:
-            assert self._is_known.wait(_VOCABULARY_SECONDS), "a grammar came without the vocabulary"
-            matcher = matching.make_matcher(matching.read_compiled(asked["grammar"], self._vocabulary))
+            self._is_known.wait(_VOCABULARY_SECONDS)
+            assert self._vocabulary is not None, "a grammar came without the vocabulary"
+            matcher = read_compiled(asked["grammar"], self._vocabulary).new_matcher()
         return TokenConstraint(constraints, matcher, self._vocab_size, asked["end_token_ids"])

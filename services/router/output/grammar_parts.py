@@ -1,4 +1,4 @@
-"""Parts that make the grammar of an answer: formats of xgrammar's structural tags."""
+"""Parts that make the grammar of an answer: formats of structural tags."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def mark(value: str, special_tokens: Mapping[str, int]) -> Part:
 
 
 def json_value(schema: Mapping[str, Any]) -> Part:
-    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_WHITESPACE}
+    return {"type": "json_schema", "json_schema": schema}
 
 
 def sequence(*parts: Part) -> Part:

@@ -143,30 +143,21 @@ def tool_grammar(choice: ToolChoice, tools: Sequence[Tool], *, parallel: bool) -
         return Grammar("json_schema", schema_text(_parameters(tools[index], index)))
     if choice.mode != "required":
         return None
-    definitions: dict[str, Schema] = {}
-    calls = [_call_schema(tool, index, definitions) for index, tool in enumerate(tools)]
+    calls = [_call_schema(tool, index) for index, tool in enumerate(tools)]
     schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
     if not parallel:
         schema["maxItems"] = 1
-    if definitions:
-        schema["$defs"] = definitions
     return Grammar("json_schema", schema_text(schema))
 
 
 def _parameters(tool: Tool, index: int) -> dict[str, Any]:
-    """Returns the enforceable schema of the arguments of `tool`.
-
-    The names of its definitions differ from those of other tools.
-    """
+    """Returns the enforceable schema of the arguments of `tool`."""
     name = f"tools[{index}].function.parameters"
-    return enforceable_schema({"type": "object", **tool.parameters}, name, prefix=f"tool{index}-")
+    return enforceable_schema({"type": "object", **tool.parameters}, name)
 
 
-def _call_schema(tool: Tool, index: int, definitions: dict[str, Schema]) -> Schema:
-    """Returns the schema of a call of `tool`; adds its own definitions to `definitions`."""
-    parameters = _parameters(tool, index)
-    definitions.update(parameters.pop("$defs", {}))
-    return call_object({"const": tool.name}, "parameters", parameters)
+def _call_schema(tool: Tool, index: int) -> Schema:
+    return call_object({"const": tool.name}, "parameters", _parameters(tool, index))
 
 
 def call_object(names: Schema, argument_key: str, arguments: Schema) -> dict[str, Any]:

@@ -1,13 +1,13 @@
-"""Translates schemas of requests into schemas that xgrammar enforces exactly, or refuses them.
+"""Translates schemas of requests into schemas that grammars enforce exactly, or refuses them.
 
-xgrammar ignores some keywords, and others in certain combinations. The translation uses only what xgrammar enforces. It
-expresses the rest in another way, or refuses it with the path of the keyword. Every answer to the translated schema is
-valid for the original; the translated schema may exclude some valid answers.
+The translation has only keywords that `cluster/grammars/json_rules.py` enforces. It expresses the rest in another way,
+or refuses it with the path of the keyword. Every answer to the translated schema is valid for the original; the
+translated schema may exclude some valid answers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from services.router.structured.arrays import array
@@ -21,7 +21,6 @@ from services.router.structured.values import (
     finite_values,
     has_exact_numbers,
     key_of,
-    names_within,
     types_of,
 )
 
@@ -44,19 +43,15 @@ _KEYWORDS = {
 """The keywords that limit values of a type; "number" has those of integers."""
 _IN_PLACE = ("$ref", "allOf", "anyOf", "oneOf")
 _REFUSED = ("not", "if", "then", "else", "$dynamicRef", "$recursiveRef")
-# Names that xgrammar ignores when it compares two schemas. If they differ only in these, it uses the first for both.
-_OVERLOOKED = frozenset(
-    {"title", "default", "description", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema"}
-)
 
 
-def to_enforceable(schema: object, prefix: str = "") -> dict[str, Any]:
-    """Returns a schema that xgrammar enforces, and whose answers are valid for `schema`.
+def to_enforceable(schema: object) -> dict[str, Any]:
+    """Returns a schema that grammars enforce, and whose answers are valid for `schema`.
 
-    Its only references are to its own `$defs`, whose names begin with `prefix`. Raises SchemaError.
+    Its only references are to its own `$defs`. Raises SchemaError.
     """
     try:
-        return _Translation(schema, prefix).result()
+        return _Translation(schema).result()
     except RecursionError:
         raise SchemaError("", "is nested too deep") from None
 
@@ -64,14 +59,12 @@ def to_enforceable(schema: object, prefix: str = "") -> dict[str, Any]:
 class _Translation:
     """The translation of one schema."""
 
-    def __init__(self, root: object, prefix: str) -> None:
+    def __init__(self, root: object) -> None:
         self._root = root
-        self._prefix = prefix
         self._references = References(root)
         self._names: dict[str, str] = {}  # names of the definitions, by reference
         self._waiting: list[tuple[str, Any]] = []  # references, and the schemas they refer to
         self._num_schemas = 0
-        self._num_marks = 0
 
     def result(self) -> dict[str, Any]:
         found = self._translate(self._root, "")
@@ -179,8 +172,7 @@ class _Translation:
             case "array":
                 return array(schema, path, translate, self._references)
             case "object":
-                found = object_(schema, path, translate, self._references)
-                return self._marked(found, found.get("properties", {}))
+                return object_(schema, path, translate, self._references)
         return {"type": type_}
 
     def _listed(self, schema: Mapping[str, Any], path: str) -> dict[str, Any]:
@@ -196,15 +188,7 @@ class _Translation:
         if not all(map(has_exact_numbers, values)):
             raise SchemaError(at(path, keyword), "has an integer of more than 64 bits, which cannot be enforced")
         distinct = list({key_of(value): value for value in values}.values())
-        found = {"const": distinct[0]} if keyword == "const" else {"enum": distinct}
-        return self._marked(found, names_within(distinct))
-
-    def _marked(self, schema: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-        """Returns `schema`, with a distinguishing keyword if xgrammar would ignore one of `names` in comparisons."""
-        if _OVERLOOKED.isdisjoint(names):
-            return schema
-        self._num_marks += 1
-        return schema | {"x-number": f"{self._prefix}{self._num_marks}"}
+        return {"const": distinct[0]} if keyword == "const" else {"enum": distinct}
 
     def _definition(self, reference: Any, path: str) -> str:
         """Returns the name of the definition that `reference` becomes."""
@@ -212,7 +196,7 @@ class _Translation:
         if reference not in self._names:
             if len(self._names) >= MAX_DEFINITIONS:
                 raise SchemaError("", f"refers to more than {MAX_DEFINITIONS} definitions")
-            self._names[reference] = f"{self._prefix}d{len(self._names)}"
+            self._names[reference] = f"d{len(self._names)}"
             self._waiting.append((reference, schema))
         return self._names[reference]
 

@@ -9,8 +9,6 @@ from functools import cached_property, lru_cache
 Ranges = tuple[tuple[int, int], ...]  # ranges of code points, sorted and disjoint
 
 MAX_TEXTS = 64
-_ENDLESS = 2**31
-_SHARE = 16  # characters of one of several endless texts, such as words
 
 
 def ranges(*parts: tuple[int, int]) -> Ranges:
@@ -152,92 +150,6 @@ def _sum(each: Iterable[tuple[int, int | None]]) -> tuple[int, int | None]:
         shortest += least
         total = None if total is None or most is None else total + most
     return shortest, total
-
-
-@lru_cache(maxsize=256)
-def with_length(node: Node, least: int, most: int | None) -> Node:
-    """Returns `node` limited to texts of `least` to `most` characters; `NOTHING` if none is found.
-
-    Where several parts vary in length, some texts are lost: each part has a share of `most`.
-    """
-    return simplified(_at_least(node if most is None else _at_most(node, most), least))
-
-
-def _at_most(node: Node, most: int) -> Node:
-    shortest, longest = node.widths
-    if shortest > most:
-        return NOTHING
-    if longest is not None and longest <= most:
-        return node
-    match node:
-        case Alternatives(options):
-            return _options(_at_most(option, most) for option in options)
-        case Concatenation(parts):
-            return Concatenation(_with_shares(parts, most - shortest))
-        case Repeat():
-            inner, least, times = _of_texts(node)
-            narrow, wide = inner.widths
-            count = min(most // narrow, max(least, 1, most // (_SHARE if wide is None else wide)))
-            count = count if times is None else min(count, times)
-            return Repeat(_at_most(inner, most // count), least, count) if count else EMPTY
-    return node
-
-
-def _options(found: Iterable[Node]) -> Node:
-    kept = tuple(option for option in found if option is not NOTHING)
-    return Alternatives(kept) if kept else NOTHING
-
-
-def _with_shares(parts: Sequence[Node], spare: int) -> tuple[Node, ...]:
-    """Divides `spare` characters among `parts`, in addition to their shortest texts."""
-    limited = list(parts)
-    for number, index in enumerate(sorted(range(len(parts)), key=lambda index: _room(parts[index]))):
-        low = parts[index].widths[0]
-        limited[index] = _at_most(parts[index], low + spare // (len(parts) - number))
-        spare -= (limited[index].widths[1] or 0) - low
-    return tuple(limited)
-
-
-def _at_least(node: Node, least: int) -> Node:
-    if node is NOTHING:
-        return NOTHING
-    shortest, longest = node.widths
-    if shortest >= least:
-        return node
-    if longest is not None and longest < least:
-        return NOTHING
-    match node:
-        case Alternatives(options):
-            return _options(_at_least(option, least) for option in options)
-        case Concatenation(parts):
-            raised, missing = list(parts), least - shortest
-            for index in sorted(range(len(parts)), key=lambda index: -_room(parts[index])):
-                low = parts[index].widths[0]
-                raised[index] = _at_least(parts[index], low + min(missing, _room(parts[index])))
-                if raised[index] is NOTHING:
-                    return NOTHING
-                missing = max(0, missing - raised[index].widths[0] + low)
-            return Concatenation(tuple(raised))
-        case Repeat():
-            inner, _, times = _of_texts(node)
-            count = -(-least // inner.widths[0])
-            if times is None or count <= times:
-                return Repeat(inner, count, times)
-            longer = _at_least(inner, -(-least // times))
-            return NOTHING if longer is NOTHING else Repeat(longer, times, times)
-    return node
-
-
-def _of_texts(node: Repeat) -> tuple[Node, int, int | None]:
-    """Returns the parts of an equal repetition whose inner texts are not empty."""
-    if node.inner.widths[0]:
-        return node.inner, node.least, node.most
-    return _at_least(node.inner, 1), 0, node.most
-
-
-def _room(node: Node) -> int:
-    low, high = node.widths
-    return _ENDLESS if high is None else high - low
 
 
 def texts_of(node: Node) -> tuple[str, ...] | None:

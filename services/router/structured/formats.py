@@ -12,9 +12,10 @@ _DATE = (
 )
 _OFFSET = r"(?:Z|[+-](?:[01]\d|2[0-3]):[0-5]\d)"
 _TIME = rf"(?:[01]\d|2[0-3]):[0-5]\d:[0-5]\d(?:\.\d{{1,9}})?{_OFFSET}"
-_DURATION_TIME = r"T(?:\d+H(?:\d+M(?:\d+S)?)?|\d+M(?:\d+S)?|\d+S)"
-_DURATION_DATE = r"(?:\d+Y(?:\d+M(?:\d+D)?)?|\d+M(?:\d+D)?|\d+D)"
-_LABEL = r"[a-z0-9](?:[a-z0-9-]{0,38}[a-z0-9])?"
+_NUMBER = r"\d{1,5}"
+_DURATION_TIME = rf"T(?:{_NUMBER}H(?:{_NUMBER}M(?:{_NUMBER}S)?)?|{_NUMBER}M(?:{_NUMBER}S)?|{_NUMBER}S)"
+_DURATION_DATE = rf"(?:{_NUMBER}Y(?:{_NUMBER}M(?:{_NUMBER}D)?)?|{_NUMBER}M(?:{_NUMBER}D)?|{_NUMBER}D)"
+_LABEL = r"[a-z0-9]{1,20}(?:-[a-z0-9]{1,20}){0,2}"  # two hyphens in a row would encode another alphabet
 _HOSTNAME = rf"{_LABEL}(?:\.{_LABEL}){{0,5}}"
 _BYTE = r"(?:25[0-5]|2[0-4]\d|1\d{2}|[1-9]?\d)"
 _IPV4 = rf"{_BYTE}(?:\.{_BYTE}){{3}}"
@@ -44,7 +45,7 @@ _EXPRESSIONS = {
     "date": _DATE,
     "time": _TIME,
     "date-time": f"{_DATE}T{_TIME}",
-    "duration": f"P(?:{_DURATION_DATE}(?:{_DURATION_TIME})?|{_DURATION_TIME}|\\d+W)",
+    "duration": f"P(?:{_DURATION_DATE}(?:{_DURATION_TIME})?|{_DURATION_TIME}|{_NUMBER}W)",
     "email": rf"[a-zA-Z0-9_+-]{{1,30}}(?:\.[a-zA-Z0-9_+-]{{1,30}})?@{_HOSTNAME}",
     "hostname": _HOSTNAME,
     "ipv4": _IPV4,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,14 +20,13 @@ MAX_CHOICES = 1024
 _ANY_OBJECT = Grammar("json_schema", '{"type":"object"}')
 
 
-def enforceable_schema(schema: object, name: str, prefix: str = "") -> dict[str, Any]:
+def enforceable_schema(schema: object, name: str) -> dict[str, Any]:
     """Returns the schema that enforces `schema`, the field `name` of a request.
 
-    The names of its definitions begin with `prefix`. Raises InvalidRequestError naming the path of a keyword that
-    cannot be enforced.
+    Raises InvalidRequestError naming the path of a keyword that cannot be enforced.
     """
     try:
-        return to_enforceable(schema, prefix)
+        return to_enforceable(schema)
     except SchemaError as error:
         field = name.partition(".")[0].partition("[")[0]
         raise InvalidRequestError(f"{name}{error.path} {error.reason}", param=field) from error
@@ -133,12 +133,7 @@ def _choice(name: str, value: object) -> Grammar:
     for choice in value:
         if not isinstance(choice, str) or not choice:
             raise _refusal(name, "should have strings that are not empty", choice)
-    return Grammar("ebnf", _check_text(name, "root ::= " + " | ".join(_literal(choice) for choice in value)))
-
-
-def _literal(text: str) -> str:
-    escaped = "".join(f"\\x{ord(c):02x}" if ord(c) < 32 else f"\\{c}" if c in '"\\' else c for c in text)
-    return f'"{escaped}"'
+    return Grammar("regex", _check_text(name, "|".join(map(re.escape, value))))
 
 
 def _structural_tag(name: str, value: object) -> Grammar:

@@ -8,7 +8,7 @@ from typing import Any
 
 from services.router.structured.errors import SchemaError, at
 from services.router.structured.references import References
-from services.router.structured.scalars import count, text_of
+from services.router.structured.scalars import count, string, texts_of
 from services.router.structured.values import finite_values
 
 Translate = Callable[[Any, str], dict[str, Any]]
@@ -24,7 +24,7 @@ class _Object:
     required: list[str]
     others: Any  # schema of the values of all other names; False: there are no others
     others_path: str
-    names: str | None = None  # expression that all other names match; None: any name
+    names: dict[str, Any] | None = None  # schema of all other names; None: any name
 
 
 def object_(schema: Mapping[str, Any], path: str, translate: Translate, references: References) -> dict[str, Any]:
@@ -84,17 +84,16 @@ def _apply_names(parts: _Object, schema: Mapping[str, Any], path: str, reference
         return
     if names.get("type", "string") != "string" or any(key in names for key in ("anyOf", "oneOf", "allOf", "not", "if")):
         raise SchemaError(place, "can only be enforced as an enum, or as a pattern, format or length of strings")
-    pattern = text_of(names, place)
-    if pattern is None:
+    kept, texts = string(names, place), texts_of(names, place)
+    if kept == {"type": "string"}:
         return
-    texts = pattern.texts()
     if texts is not None:
         _check_names(parts, place, lambda name: name in texts)
         _list_names(parts, texts)
     elif parts.properties or parts.required:
         raise SchemaError(place, "can only be enforced as an enum in a schema that names properties")
     elif parts.others is not False:
-        parts.names = pattern.text
+        parts.names = kept
 
 
 def _check_names(parts: _Object, place: str, is_allowed: Callable[[str], bool]) -> None:
@@ -121,13 +120,12 @@ def _apply_patterns(parts: _Object, schema: Mapping[str, Any], path: str) -> Non
         raise SchemaError(place, "can only be enforced with one pattern, and without properties and propertyNames")
     ((pattern, inner),) = patterns.items()
     parts.others, parts.others_path = inner, at(place, pattern)
-    expression = text_of({"pattern": pattern}, at(place, pattern))
-    assert expression is not None
-    texts = expression.texts()
+    names = {"pattern": pattern}
+    texts = texts_of(names, at(place, pattern))
     if texts is not None:
         _list_names(parts, texts)
     elif inner is not False:
-        parts.names = expression.text
+        parts.names = string(names, at(place, pattern))
 
 
 def _add_required(parts: _Object, path: str) -> None:
@@ -163,8 +161,7 @@ def _written(parts: _Object, path: str, least: int, most: int | None, translate:
     if most is not None:
         found["maxProperties"] = most
     if parts.names is not None:
-        found["patternProperties"] = {parts.names: translate(parts.others, parts.others_path)}
-        found["additionalProperties"] = False
-    elif len(found) > 1 or parts.others is not True:
+        found["propertyNames"] = parts.names
+    if len(found) > 1 or parts.others is not True:
         found["additionalProperties"] = translate(parts.others, parts.others_path)
     return found

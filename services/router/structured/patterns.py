@@ -1,4 +1,4 @@
-"""Rewrites regular expressions of schemas into ones that xgrammar follows exactly.
+"""Rewrites regular expressions of schemas into ones that grammars follow exactly.
 
 An expression has to match the whole string, even without `^` and `$`. Characters that JSON escapes (quotes,
 backslashes, control characters) are excluded, as grammars write strings without escapes. Classes of characters such as
@@ -29,7 +29,6 @@ from services.router.structured.expressions import (
     ranges,
     simplified,
     texts_of,
-    with_length,
     with_one_of,
     written,
 )
@@ -39,9 +38,6 @@ _MAX_CHARACTERS = 4096
 _MAX_CHARACTERS_WITH_LOOK_AHEAD = 40  # the rewritten expression grows with their square
 
 Items = abc.Sequence[Any]  # parsed items, as Python's regex parser returns them
-# xgrammar 0.2.8 compiles expressions in ASCII to automata, and some automata accept too much: `a(cb{1,3})?` accepts
-# "ab". It compiles expressions with any other character, even if repeated zero times, to rules.
-_AS_RULES = "(?:\u00e9{0})"
 _UNBOUNDED = int(ops.MAXREPEAT)
 _ASCII = ((0, 0x7F),)
 
@@ -58,12 +54,7 @@ class Pattern:
 
     @property
     def text(self) -> str:
-        return f"^{_AS_RULES}{written(self.node)}$"
-
-    def with_length(self, least: int, most: int | None) -> Pattern | None:
-        """Returns this expression for texts of `least` to `most` characters; None if none is found."""
-        node = with_length(self.node, least, most)
-        return None if node == NOTHING else Pattern(node)
+        return written(self.node)
 
     def texts(self) -> tuple[str, ...] | None:
         """Returns all texts; None if there are more than 64."""
@@ -97,10 +88,6 @@ def rewrite(pattern: str) -> Pattern:
     if node == NOTHING:
         raise PatternError("has no text that a JSON string can spell without escapes")
     return Pattern(node)
-
-
-ANY = Pattern(Repeat(Class(PLAIN), 0, None))
-"""Any text that a string can spell without escapes."""
 
 
 def _sequence(items: Items, *, is_first: bool, is_last: bool) -> Node:

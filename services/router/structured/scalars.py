@@ -8,7 +8,7 @@ from typing import Any
 
 from services.router.structured.errors import SchemaError, at
 from services.router.structured.formats import PATTERNS, UNCHECKED
-from services.router.structured.patterns import ANY, Pattern, PatternError, rewrite
+from services.router.structured.patterns import Pattern, PatternError, rewrite
 
 MAX_LENGTH = 2**20  # characters of a string
 _MAX_NUMBER = 2**53  # beyond it many JSON parsers merge neighbouring integers
@@ -18,19 +18,19 @@ _SMALLEST_RANGE = 1e-5  # grammars write bounded numbers with six decimals
 def string(schema: Mapping[str, Any], path: str) -> dict[str, Any]:
     """Returns the schema of the strings that `schema` allows. Raises SchemaError."""
     pattern, shortest, longest = _limits(schema, path)
+    found: dict[str, Any] = {"type": "string"}
     if pattern is not None:
-        return {"type": "string", "pattern": _cut(pattern, shortest, longest, schema, path).text}
-    # xgrammar's lengths are faster than a pattern with a length.
-    found: dict[str, Any] = {"type": "string"} | ({"minLength": shortest} if shortest else {})
+        found["pattern"] = pattern.text
+    if shortest:
+        found["minLength"] = shortest
     return found | ({} if longest is None else {"maxLength": longest})
 
 
-def text_of(schema: Mapping[str, Any], path: str) -> Pattern | None:
-    """Returns the expression of the strings that `schema` allows; None if all are. Raises SchemaError."""
+def texts_of(schema: Mapping[str, Any], path: str) -> list[str] | None:
+    """Returns the strings that `schema` allows; None if there are many. Raises SchemaError."""
     pattern, shortest, longest = _limits(schema, path)
-    if pattern is None and not shortest and longest is None:
-        return None
-    return _cut(ANY if pattern is None else pattern, shortest, longest, schema, path)
+    texts = None if pattern is None else pattern.texts()
+    return None if texts is None else [text for text in texts if shortest <= len(text) <= (longest or len(text))]
 
 
 def _limits(schema: Mapping[str, Any], path: str) -> tuple[Pattern | None, int, int | None]:
@@ -39,25 +39,21 @@ def _limits(schema: Mapping[str, Any], path: str) -> tuple[Pattern | None, int, 
     if longest is not None and longest < shortest:
         raise SchemaError(at(path, "maxLength"), "is less than minLength: no string is allowed")
     pattern = _pattern(schema, path)
-    most = None if pattern is None else pattern.node.widths[1]
-    if most is not None and longest is not None and most <= longest:
-        longest = None
+    if pattern is not None:
+        least, most = pattern.node.widths
+        what = "pattern" if "pattern" in schema else "format"
+        if longest is not None and longest < least:
+            raise SchemaError(at(path, "maxLength"), f"is unusable with this {what}: its texts have at least {least}")
+        if most is not None and most < shortest:
+            raise SchemaError(at(path, "minLength"), f"is unusable with this {what}: its texts have at most {most}")
+        if most is not None and longest is not None and most <= longest:
+            longest = None
+        if shortest <= least:
+            shortest = 0
     for keyword, length in (("minLength", shortest), ("maxLength", longest or 0)):
         if length > MAX_LENGTH:
             raise SchemaError(at(path, keyword), f"should be at most {MAX_LENGTH}")
     return pattern, shortest, longest
-
-
-def _cut(pattern: Pattern, shortest: int, longest: int | None, schema: Mapping[str, Any], path: str) -> Pattern:
-    """Returns `pattern` for texts of these lengths. Raises SchemaError if none is found."""
-    if not shortest and longest is None:
-        return pattern
-    limited = pattern.with_length(shortest, longest)
-    if limited is None:
-        keyword = "minLength" if "maxLength" not in schema else "maxLength"
-        what = "format" if "pattern" not in schema else "pattern"
-        raise SchemaError(at(path, keyword), f"is unusable with this {what}")
-    return limited
 
 
 def _pattern(schema: Mapping[str, Any], path: str) -> Pattern | None:

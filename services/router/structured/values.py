@@ -62,13 +62,6 @@ def has_exact_numbers(value: object) -> bool:
     return not isinstance(value, int) or -(2**63) <= value < 2**63
 
 
-def names_within(value: object) -> set[str]:
-    """Returns the names of all properties within `value`, at any depth."""
-    if isinstance(value, Mapping):
-        return set(value).union(*map(names_within, value.values()))
-    return set().union(*map(names_within, value)) if isinstance(value, list) else set()
-
-
 def finite_values(schema: Any, references: References) -> list[Any] | None:
     """Returns all values of a schema that lists them, or allows booleans and null only; else None."""
     schema = references.resolve(schema)

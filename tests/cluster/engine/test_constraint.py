@@ -19,6 +19,8 @@ END = 5
 class EvenThenOdd:
     """Stands for a grammar: even tokens, then odd ones, then the end. It counts what is taken back."""
 
+    error: str | None = None
+
     def __init__(self) -> None:
         self.tokens: list[int] = []
 
@@ -165,3 +167,15 @@ def test_masks_of_drafts_are_those_after_committing_them(seed: int) -> None:
         assert all(other.commit(token) for token in path)
         if not other.is_complete:
             assert allowed_by(masks, node + 1) == allowed_by(other.masks(Drafts()), 0)
+
+
+def test_a_grammar_that_exceeds_its_limits_ends_the_sequence() -> None:
+    matcher = EvenThenOdd()
+    constraint = new(Constraints(), matcher)
+    constraint.masks(Drafts())
+    assert constraint.error is None
+    matcher.error = "too many items"
+    constraint.masks(Drafts())
+    assert constraint.error is not None
+    assert "too many items" in constraint.error.message
+    assert not constraint.commit(2)

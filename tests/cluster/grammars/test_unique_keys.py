@@ -14,7 +14,7 @@ from cluster.grammars.unique_keys import QuotingTokens, UniqueKeys
 from .test_compiler import END, TOKENIZER, accepts, run
 
 OPEN = Grammar("json_schema", "{}")
-WITH_A = Grammar("json_schema", '{"properties":{"a":{}},"additionalProperties":{}}')
+WITH_A = Grammar("json_schema", '{"type":"object","properties":{"a":{}},"additionalProperties":{}}')
 REGEX = Grammar("regex", ".*")
 
 
@@ -28,6 +28,8 @@ def compiled() -> dict[Grammar, CompiledGrammar]:
 
 class Anything:
     """A matcher that allows every token."""
+
+    error = None
 
     def accept_token(self, token_id: int, /) -> bool:
         return True

@@ -7,12 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import xgrammar
 
 from cluster.constraints import Grammar
-from cluster.grammars.matching import ReadGrammar, Vocabulary, make_matcher, probe
-from cluster.grammars.process import COMPILE
-from cluster.grammars.vocabulary import read_vocabulary
+from cluster.grammars.matching import compile_grammar
+from cluster.grammars.vocabulary import Vocabulary
 from cluster.model_folder import resolve_model_folder
 from cluster.tokenization import Tokenizer
 from services.router.output.answer_grammar import answer_grammar
@@ -47,14 +45,10 @@ class Matching:
     def __init__(self) -> None:
         folder = resolve_model_folder("outrider-target-12m")
         self.tokenizer = Tokenizer(folder)
-        info = read_vocabulary(folder, self.tokenizer.vocab_size, [0])
-        self._vocabulary = Vocabulary(info)
-        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1)
+        self._vocabulary = Vocabulary.of_model(folder, self.tokenizer.vocab_size, [0])
 
     def is_answer(self, grammar: Grammar, text: str) -> bool:
-        compiled = ReadGrammar(COMPILE[grammar.form](self._compiler, grammar.text), self._vocabulary, grammar.form)
-        probe(compiled)
-        matcher = make_matcher(compiled)
+        matcher = compile_grammar(grammar, self._vocabulary).new_matcher()
         return all(matcher.accept_token(token) for token in [*self.tokenizer.encode(text, add_special_tokens=False), 0])
 
 

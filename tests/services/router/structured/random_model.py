@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import xgrammar
 
 from cluster.config import Config
-from cluster.grammars.matching import ReadGrammar, Vocabulary, make_matcher
-from cluster.grammars.process import COMPILE
+from cluster.constraints import Grammar
+from cluster.grammars.matching import compile_grammar
 from cluster.grammars.unique_keys import UniqueKeys
-from cluster.grammars.vocabulary import read_vocabulary
+from cluster.grammars.vocabulary import Vocabulary
 from cluster.model_folder import resolve_model_folder
 from cluster.tokenization import Tokenizer
 
@@ -30,22 +29,22 @@ class RandomModel:
 
     def __init__(self, seed: int) -> None:
         folder = resolve_model_folder(Config().target.model)
-        self._vocabulary = Vocabulary(read_vocabulary(folder, Tokenizer(folder).vocab_size, [END]))
-        self._compiler = xgrammar.GrammarCompiler(self._vocabulary.info, max_threads=1, cache_enabled=False)
-        self._spelled = self._vocabulary.info.decoded_vocab
+        self._vocabulary = Vocabulary.of_model(folder, Tokenizer(folder).vocab_size, [END])
+        self._spelled = self._vocabulary.quoting_tokens.spelled
         self._rng = random.Random(seed)
 
     def answer(self, schema: Mapping[str, Any]) -> str | None:
         """Returns a text that the grammar of `schema` allows; None if it does not end in time."""
-        compiled = COMPILE["json_schema"](self._compiler, json.dumps(schema))
-        matcher = make_matcher(ReadGrammar(compiled, self._vocabulary, "json_schema"))
+        matcher = compile_grammar(Grammar("json_schema", json.dumps(schema)), self._vocabulary).new_matcher()
         assert isinstance(matcher, UniqueKeys)
-        bits = torch.empty(1, -(-self._vocabulary.info.vocab_size // 32), dtype=torch.int32)
+        bits = torch.empty(1, -(-self._vocabulary.vocab_size // 32), dtype=torch.int32)
         text = b""
         for step in range(_MAX_TOKENS):
             bits.fill_(-1)
             matcher.fill_next_token_bitmask(bits, 0)
             allowed = np.unpackbits(bits.numpy().view(np.uint8), bitorder="little").nonzero()[0]
+            if matcher._places[-1].key and not len(allowed):
+                return None  # a short key that can only be repeated
             assert len(allowed), (schema, text)
             is_ending = step >= _FREE_TOKENS
             if END in allowed and (is_ending or len(allowed) == 1 or self._rng.random() < 0.5):
