@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
@@ -30,6 +31,7 @@ class TokenConstraint:
         end_token_ids: Iterable[int],
     ) -> None:
         self.error: InvalidRequestError | None = None  # the reason why the sequence cannot continue
+        self.mask_seconds = 0.0  # processor time of the last masks, less what its step has waited for them
         self._min_tokens = constraints.min_tokens
         self._bad_words = constraints.bad_words
         self._matcher = matcher
@@ -104,10 +106,12 @@ class TokenConstraint:
         """
         if not self.is_active:
             return None
+        started_at = time.thread_time()
         masks = torch.full((1 + len(drafts), self._num_words), -1, dtype=torch.int32)
         self._fill(masks, 0)
         self._walk(drafts, lambda node: self._fill(masks, node + 1))
         self._check()
+        self.mask_seconds = time.thread_time() - started_at
         return masks
 
     def commit(self, token: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -164,18 +164,20 @@ class Scheduler(Generic[SequenceT]):
             if len(self.waiting) != num_left:
                 raise ValueError("the sequence to remove is neither running nor waiting")
 
-    def schedule(self, drafts_of: Callable[[SequenceT], Drafts]) -> list[ScheduledSequence[SequenceT]]:
+    def schedule(
+        self, drafts_of: Callable[[SequenceT], Drafts], postponed: Collection[SequenceT] = ()
+    ) -> list[ScheduledSequence[SequenceT]]:
         """Returns the next step: every decoding sequence's token, then drafts, then prefill, within the token budget.
 
         Counts new tokens and drafts as computed, and choices as unread. When the step ends, the caller calls `advance`
-        for each part or removes the part's sequence.
+        for each part or removes the part's sequence. Sequences in `postponed` do not decode in this step.
 
         `drafts_of` returns the drafts of a sequence that have arrived. While prompts wait, drafts get at most half of
         the remaining budget, so that drafts cannot starve prefill. `pace` divides the rest among the prompts; prompts
         of a higher priority come first.
         """
         may_grow = self._make_room()
-        decoding = [(s, drafts_of(s)) for s in self.running if not (s.is_prefilling or s.will_end)]
+        decoding = [(s, drafts_of(s)) for s in self.running if not (s.is_prefilling or s.will_end or s in postponed)]
         prefilling = [s for s in self.running if s.is_prefilling]
         budget = self._limits.max_num_batched_tokens - len(decoding)
         draft_budget = budget // 2 if prefilling else budget

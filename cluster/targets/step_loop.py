@@ -33,6 +33,7 @@ from cluster.targets.base import (
     no_adapter,
 )
 from cluster.targets.heartbeat import Heartbeat
+from cluster.targets.mask_turns import postponed
 from cluster.targets.profile import profile_steps
 from cluster.targets.request_times import RequestTimes
 from cluster.targets.scoring import Scoring
@@ -101,6 +102,7 @@ class StepLoop(Target):
         self._reset_metrics()
         self._num_failed_steps = 0
         self._num_failed_in_row = 0
+        self._postponed: set[Generation] = set()  # sequences that do not decode in the next step
         self._launched_ahead: _LaunchedStep | None = None  # launched ahead; its choices are unread
         self._last_read_at = 0.0  # when the choices of the last step were read
         self._thread: threading.Thread | None = None
@@ -256,7 +258,12 @@ class StepLoop(Target):
         return True
 
     def _step(self, publish: Publish) -> None:
-        decoding = [g.speculative for g in self._scheduler.running if not g.is_prefilling]
+        self._postponed = postponed(self._scheduler.running)
+        decoding = [
+            generation.speculative
+            for generation in self._scheduler.running
+            if not (generation.is_prefilling or generation in self._postponed)
+        ]
         self._coordinator.plan(decoding, self._joining())
         launches_ahead = self.launches_ahead and not (
             any(generation.needs_host for generation in self._scheduler.running)
@@ -277,7 +284,7 @@ class StepLoop(Target):
     def _start_step(self, drafts: Mapping[SpeculativeSequence, Drafts], publish: Publish) -> _LaunchedStep | None:
         """Schedules and launches a step with `drafts`. Returns None if there is nothing to do, or if it failed."""
         step = self._scheduler.schedule(
-            lambda generation: self._allowed(generation, self._drafts_of(generation, drafts))
+            lambda generation: self._allowed(generation, self._drafts_of(generation, drafts)), self._postponed
         )
         if not step:
             return None
