@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import takewhile
 
 import numpy as np
@@ -31,7 +32,7 @@ class TokenConstraint:
         end_token_ids: Iterable[int],
     ) -> None:
         self.error: InvalidRequestError | None = None  # the reason why the sequence cannot continue
-        self.mask_seconds = 0.0  # processor time of the last masks, less what its step has waited for them
+        self.seconds = 0.0  # processor time taken; whoever schedules the sequence counts it down
         self._min_tokens = constraints.min_tokens
         self._bad_words = constraints.bad_words
         self._matcher = matcher
@@ -92,10 +93,11 @@ class TokenConstraint:
         """
         if self._matcher is None or proposed.parents is not None:
             return self.cut(proposed)
-        token_ids = list(takewhile(self._push, proposed.token_ids))
-        if len(token_ids) < most and not self._matcher.is_terminated():
-            token_ids += takewhile(self._push, self._matcher.likely_token_ids(most - len(token_ids)))
-        self._pop(len(token_ids))
+        with self._timed():
+            token_ids = list(takewhile(self._push, proposed.token_ids))
+            if len(token_ids) < most and not self._matcher.is_terminated():
+                token_ids += takewhile(self._push, self._matcher.likely_token_ids(most - len(token_ids)))
+            self._pop(len(token_ids))
         return Drafts(token_ids)
 
     def masks(self, drafts: Drafts) -> torch.Tensor | None:
@@ -106,20 +108,26 @@ class TokenConstraint:
         """
         if not self.is_active:
             return None
-        started_at = time.thread_time()
-        masks = torch.full((1 + len(drafts), self._num_words), -1, dtype=torch.int32)
-        self._fill(masks, 0)
-        self._walk(drafts, lambda node: self._fill(masks, node + 1))
-        self._check()
-        self.mask_seconds = time.thread_time() - started_at
+        with self._timed():
+            masks = torch.full((1 + len(drafts), self._num_words), -1, dtype=torch.int32)
+            self._fill(masks, 0)
+            self._walk(drafts, lambda node: self._fill(masks, node + 1))
+            self._check()
         return masks
 
     def commit(self, token: int) -> bool:
         """Commits `token`. If it is forbidden, sets `error` and returns False for it and for all later tokens."""
-        self._check()
-        if self.error is None and not self._push(token):
-            self.error = InvalidRequestError("the constraints of the request allow no next token")
+        with self._timed():
+            self._check()
+            if self.error is None and not self._push(token):
+                self.error = InvalidRequestError("the constraints of the request allow no next token")
         return self.error is None
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        started_at = time.thread_time()
+        yield
+        self.seconds += time.thread_time() - started_at
 
     def _check(self) -> None:
         """Sets `error` if the grammar has exceeded its limits."""

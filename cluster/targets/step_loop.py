@@ -32,8 +32,8 @@ from cluster.targets.base import (
     load_readings,
     no_adapter,
 )
+from cluster.targets.grammar_turns import postponed
 from cluster.targets.heartbeat import Heartbeat
-from cluster.targets.mask_turns import postponed
 from cluster.targets.profile import profile_steps
 from cluster.targets.request_times import RequestTimes
 from cluster.targets.scoring import Scoring

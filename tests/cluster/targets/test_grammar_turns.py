@@ -1,4 +1,4 @@
-"""Sequences whose masks take long do not decode in every step; all others do."""
+"""Sequences whose grammars take long do not decode in every step; all others do."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from dataclasses import replace
 import pytest
 
 from cluster.constraints import UNCONSTRAINED, Constraints
-from cluster.targets import mask_turns
+from cluster.targets import grammar_turns
 from cluster.targets.base import TargetModel
-from cluster.targets.mask_turns import postponed
+from cluster.targets.grammar_turns import postponed
 from cluster.targets.token_generator import Generation
 
 from .loopback import LoopbackDraft, LoopbackTarget
 from .requests import mixed_requests, new_request
 
 MODEL = TargetModel("model", "float32", 64, ())
-BUDGET = mask_turns._SECONDS_PER_STEP
+BUDGET = grammar_turns._SECONDS_PER_STEP
 
 
-def generation(mask_seconds: float | None) -> Generation:
-    """Returns a generation whose last masks took `mask_seconds`; None: it has no constraint."""
-    constraints = UNCONSTRAINED if mask_seconds is None else Constraints(min_tokens=1)
+def generation(seconds: float | None) -> Generation:
+    """Returns a generation whose last masks took `seconds`; None: it has no constraint."""
+    constraints = UNCONSTRAINED if seconds is None else Constraints(min_tokens=1)
     found = Generation.of(replace(new_request(k=0), constraints=constraints), MODEL, 0)
-    if found.constraint is not None and mask_seconds is not None:
-        found.constraint.mask_seconds = mask_seconds
+    if found.constraint is not None and seconds is not None:
+        found.constraint.seconds = seconds
     return found
 
 
-def steps_of(running: Sequence[Generation], mask_seconds: float, num_steps: int) -> list[int]:
-    """Returns the number of steps in which each of `running` decodes, if its masks take `mask_seconds`."""
+def steps_of(running: Sequence[Generation], seconds: float, num_steps: int) -> list[int]:
+    """Returns the number of steps in which each of `running` decodes, if its masks take `seconds`."""
     counts = [0] * len(running)
     for _ in range(num_steps):
         waiting = postponed(running)
@@ -39,7 +39,7 @@ def steps_of(running: Sequence[Generation], mask_seconds: float, num_steps: int)
                 continue
             counts[index] += 1
             if each.constraint is not None:
-                each.constraint.mask_seconds = mask_seconds
+                each.constraint.seconds += seconds
     return counts
 
 
@@ -62,7 +62,7 @@ def test_an_answer_stays_the_same(
     expected: dict[int, list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(mask_turns, "_SECONDS_PER_STEP", 1e-5)
+    monkeypatch.setattr(grammar_turns, "_SECONDS_PER_STEP", 1e-5)
     target = new_target([same_draft])
     slow = [replace(request, constraints=Constraints(min_tokens=20)) for request in mixed_requests(4)]
     answers = target.generate([*slow, *mixed_requests(4)])

@@ -1,0 +1,33 @@
+"""Turns of sequences whose grammars take long, so that they slow the steps of the others little."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cluster.targets.token_generator import Generation
+
+# Maximum processor time of such grammars, per step on average. At 152,000 tokens 99 of 100 masks take less than 2 ms.
+_SECONDS_PER_STEP = 0.005
+
+
+def postponed(running: Sequence[Generation]) -> set[Generation]:
+    """Returns the sequences that do not decode in the next step, because their constraints took too long.
+
+    Each waits until its share of the steps has made up for the time. Nothing is postponed if all would be.
+    """
+    slow = []
+    for generation in running:
+        constraint = generation.constraint
+        if constraint is None:
+            continue
+        if constraint.seconds > _SECONDS_PER_STEP:
+            slow.append(generation)
+        else:
+            constraint.seconds = 0.0
+    waiting = set()
+    for generation in slow:
+        assert generation.constraint is not None
+        generation.constraint.seconds -= _SECONDS_PER_STEP / len(slow)
+        if generation.constraint.seconds > _SECONDS_PER_STEP:
+            waiting.add(generation)
+    return waiting if len(waiting) < len(running) else set()
