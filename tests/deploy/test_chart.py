@@ -17,7 +17,7 @@ from deploy.kuberay.rayservice import MANIFEST, make_manifest
 from services.helm_values import CHART, SCHEMA, Values, make_schema
 from tests.deploy.chart import DASHBOARDS_AND_ALERTS, VALUES, find, pods, render
 from tests.deploy.custom_resources import CUSTOM
-from tests.deploy.golden import CASES, golden_file, read_values
+from tests.deploy.golden import GOLDEN, golden_file, read_values
 
 VERSIONS = ("1.33", "1.37")
 GATEWAY = {"enabled": True, "parentRefs": [{"name": "g"}], "endpointPicker": {"name": "p"}}
@@ -55,7 +55,7 @@ def test_every_object_is_valid(values: dict[str, Any]) -> None:
     check_objects(render(values))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", GOLDEN)
 def test_what_is_rendered_is_as_it_was(case: str) -> None:
     assert golden_file(case).read_text(encoding="utf-8") == join(render_texts(read_values(case))), (
         "if it is meant to differ: `make docs`, or python -m tests.deploy.golden"
@@ -63,7 +63,7 @@ def test_what_is_rendered_is_as_it_was(case: str) -> None:
 
 
 def test_no_golden_file_is_left_over() -> None:
-    assert {path.stem for path in golden_file("any").parent.iterdir()} == set(CASES)
+    assert {path.stem for path in golden_file("any").parent.iterdir()} == set(GOLDEN)
 
 
 def test_the_manifest_without_helm_is_what_the_chart_renders() -> None:
@@ -408,3 +408,94 @@ def test_a_gateways_pool_has_the_pods_and_the_port_of_the_routers() -> None:
     assert pool["spec"]["targetPorts"] == [{"number": port["containerPort"]}]
     (rule,) = find(documents, "HTTPRoute", "demo")["spec"]["rules"]
     assert rule["backendRefs"][0]["name"] == pool["metadata"]["name"]
+
+
+def test_a_pool_that_scales_leaves_its_replicas_to_the_autoscaler() -> None:
+    documents = render(VALUES["autoscaling"])
+    for pool, metric in (("router", "cpu"), ("draft", "outrider_draft_workers_wanted")):
+        assert "replicas" not in find(documents, "Deployment", f"demo-{pool}")["spec"]
+        scaler = find(documents, "HorizontalPodAutoscaler", f"demo-{pool}")["spec"]
+        assert scaler["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": "Deployment", "name": f"demo-{pool}"}
+        assert scaler["minReplicas"] < scaler["maxReplicas"]
+        assert metric in str(scaler["metrics"])
+
+
+@pytest.mark.parametrize(("case", "claim"), [("model-cache", "demo-models"), ("model-cache-claim", "models")])
+def test_all_pods_share_the_models_of_a_claim(case: str, claim: str) -> None:
+    documents = render(VALUES[case])
+    templates = [template for document in documents for template in pods(document)]
+    assert len(templates) == 3
+    for template in templates:
+        volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
+        assert volumes["models"]["persistentVolumeClaim"] == {"claimName": claim}
+    claims = [document["spec"] for document in documents if document["kind"] == "PersistentVolumeClaim"]
+    made = {
+        "accessModes": ["ReadWriteMany"],
+        "storageClassName": "fast",
+        "resources": {"requests": {"storage": "200Gi"}},
+    }
+    assert claims == ([made] if case == "model-cache" else [])
+    secrets = [template["spec"].get("imagePullSecrets") for template in templates]
+    assert secrets == [None if case == "model-cache" else [{"name": "registry"}]] * 3
+    assert str(templates).count("HF_TOKEN") == (3 if case == "model-cache" else 0)
+
+
+def test_only_the_named_clients_reach_the_routers() -> None:
+    documents = render(VALUES["network-policies"])
+    (rule,) = find(documents, "NetworkPolicy", "demo-router")["spec"]["ingress"]
+    apps = {"namespaceSelector": {"matchLabels": {"name": "apps"}}}
+    assert rule["from"] == [apps, {"namespaceSelector": {}}]  # the second for the metrics page
+    service = find(documents, "Service", "demo")
+    assert service["metadata"]["annotations"] == {"a": "b"}
+    assert (service["spec"]["type"], service["spec"]["ports"][0]["port"]) == ("LoadBalancer", 443)
+
+
+def test_protection_can_be_left_to_others() -> None:
+    def kinds(case: str) -> set[str]:
+        return {document["kind"] for document in render(VALUES[case])}
+
+    assert kinds("defaults") - kinds("unprotected") == {"NetworkPolicy", "PodDisruptionBudget"}
+
+
+def test_each_pool_is_on_its_own_gpus_and_drafts_near_their_targets() -> None:
+    documents = render(VALUES["gpus"])
+    for kind, pool, gpus, product in (
+        ("StatefulSet", "target", "4", "A100-SXM4-80GB"),
+        ("Deployment", "draft", "1", "A10G"),
+    ):
+        (template,) = pods(find(documents, kind, f"demo-{pool}"))
+        (container,) = template["spec"]["containers"]
+        assert container["image"] == "outrider:0.1.1-vllm-cuda"
+        for amount in container["resources"].values():
+            assert amount["nvidia.com/gpu"] == gpus
+        assert template["spec"]["nodeSelector"] == {"nvidia.com/gpu.product": f"NVIDIA-{product}"}
+        assert template["spec"]["tolerations"] == [{"key": "gpu", "operator": "Exists"}]
+    affinity = template["spec"]["affinity"]["podAffinity"]
+    assert "kubernetes.io/hostname" in str(affinity)
+    assert "target" in str(affinity)
+
+
+def test_replicas_and_budgets_are_as_asked() -> None:
+    documents = render(VALUES["two-targets-two-drafts"])
+    for kind, pool, replicas in (("Deployment", "router", 4), ("StatefulSet", "target", 2), ("Deployment", "draft", 2)):
+        assert find(documents, kind, f"demo-{pool}")["spec"]["replicas"] == replicas
+        assert find(documents, "PodDisruptionBudget", f"demo-{pool}")["spec"]["maxUnavailable"] == "50%"
+
+
+def test_monitors_have_the_labels_that_prometheus_selects() -> None:
+    monitors = [document for document in render(VALUES["monitoring"]) if document["kind"] == "PodMonitor"]
+    assert {monitor["metadata"]["name"] for monitor in monitors} == {"demo-router", "demo-target", "demo-draft"}
+    for monitor in monitors:
+        assert monitor["metadata"]["labels"]["release"] == "prometheus"
+
+
+def test_a_secured_sidecar_is_reached_inside_its_pod_alone() -> None:
+    documents = render(VALUES["secured-sidecars"])
+    config = parse_config(yaml.safe_load(find(documents, "ConfigMap", "demo")["data"]["cluster.yaml"]), ())
+    assert config.draft.listen == "127.0.0.1:7001"
+    assert config.tls.is_on
+    (template,) = pods(find(documents, "StatefulSet", "demo-target"))
+    for container in template["spec"]["containers"]:
+        assert {"/etc/outrider-secrets/tls", "/etc/outrider-secrets/token"} <= {
+            mount["mountPath"] for mount in container["volumeMounts"]
+        }
