@@ -29,7 +29,6 @@ from typing import Any
 import httpx
 import yaml
 
-from bench.demonstration import QUESTIONS
 from bench.llama_cpp import convert, llama_server
 from bench.machine import describe_machine
 from bench.models import make_pair
@@ -50,6 +49,16 @@ MAX_NUM_SEQS = 16
 KV_CACHE_BYTES = 2**28  # all systems are in memory at once
 _ENGINES = {"torch": "PyTorch", "vllm": "vLLM"}
 _PROMPTS = {1: 6, 4: 12, 16: 32}  # ten seconds' work or so
+_QUESTIONS = (
+    "What is the capital of France, and what is it known for?",
+    "Explain how rain forms.",
+    "Write a short story about a lighthouse keeper.",
+    "What are three benefits of exercise?",
+    "How do I make pancakes?",
+    "Why is the sky blue?",
+    "Describe the water cycle.",
+    "What is photosynthesis?",
+)
 _OUTRIDER = re.compile(r"(?P<engine>torch|vllm-target)(-(?P<quantization>int8|int4))?(-k(?P<k>\d+))?(@(?P<ms>[\d.]+))?")
 _LLAMA_CPP = re.compile(r"llama-(?P<type>bf16|f16|q8_0|f32)(-(?P<k>\d+))?")
 
@@ -275,7 +284,7 @@ def _prompts(folder: Path, num_streams: int, is_pair: bool) -> list[list[int]]:
     target = folder / "target"
     template, tokenizer = ChatTemplate.from_folder(target), Tokenizer(target)
     assert template is not None, "--target has no chat template"
-    texts = [template.render([{"role": "user", "content": question}]) for question in QUESTIONS]
+    texts = [template.render([{"role": "user", "content": question}]) for question in _QUESTIONS]
     return [tokenizer.encode(text) for _, text in zip(range(count), itertools.cycle(texts), strict=False)]
 
 

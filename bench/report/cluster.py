@@ -1,4 +1,4 @@
-"""Tables of the whole cluster: exactness, speed next to no speculation and next to vLLM, latency, kinds of work."""
+"""Tables of the whole cluster: exactness, speed next to no speculation and next to vLLM, kinds of work."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from bench import equal_load
 from bench.report.page import Results, markdown, median
 
 _SPEEDUPS = {
@@ -158,10 +157,6 @@ def _whole(values: list[float]) -> list[str]:
     return [f"{value:.0f}" for value in values]
 
 
-def latency(results: Results) -> str:
-    return equal_load.table(results.read("equal_load-vllm.json")).partition("\n\n")[2]
-
-
 def scenarios(results: Results) -> str:
     setups = [results.read(f"scenarios-pair{engine}.json")["setups"]["190M pair"] for engine in ("", "-vllm")]
     rows = ([kind, *(_gained(measured[kind]) for measured in setups)] for kind in setups[0])
@@ -183,6 +178,5 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "speedup": speedup,
     "placements": placements,
     "peers": peers,
-    "latency": latency,
     "scenarios": scenarios,
 }

@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bench.demonstration import Compared
 from bench.report.page import Results, markdown
 from bench.speedup import AUTO
 from bench.trees import KINDS
@@ -119,11 +118,6 @@ def distill(results: Results) -> str:
     return markdown(["T", "accepted", "tokens a round"], rows)
 
 
-def demonstration(results: Results) -> str:
-    rows = [Compared(**one).row() for one in results.read("demonstration.json")["compared"]]
-    return "\n".join([markdown(["T", "without drafts", "with", "ratio (range)", "equal answers"], []), *rows])
-
-
 TABLES: dict[str, Callable[[Results], str]] = {
     "trace": trace,
     "drafters": drafters,
@@ -131,5 +125,4 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "draft-levels": draft_levels,
     "trees": trees,
     "distill": distill,
-    "demonstration": demonstration,
 }

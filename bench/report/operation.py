@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from bench import ray_overhead
 from bench.report.page import Results, markdown
 
 _FAULTS = {
@@ -48,13 +46,6 @@ def pauses(results: Results) -> str:
     )
 
 
-def openings(results: Results) -> str:
-    document = results.read("openings.json")
-    cells = [f"{document[key]:.1f}" for key in ("link_up_s", "back_s", "all_back_s", "opened_mb")]
-    head = ["streams x tokens", "link up, s", "first draft accepted, s", "all have drafts, s", "sent, MB"]
-    return markdown(head, [[f"{document['streams']} x {document['prompt_tokens']:,}", *cells]])
-
-
 def streams(results: Results) -> str:
     rows = [
         (
@@ -93,50 +84,9 @@ def _first_tokens(cells: Sequence[Mapping[str, Any]]) -> str:
     return f"{p50:.0f}/{p99:.0f}" + (f" ({hits:.2f})" if hits else "")
 
 
-def proxies(results: Results) -> str:
-    rows = [(one["case"], one["requests"], one["lost"]) for one in results.read("proxies.json")["results"]]
-    return markdown(["case", "requests", "lost"], rows)
-
-
-def head_of_line(results: Results) -> str:
-    rows = []
-    for name, label in itertools.chain(
-        [("head-of-line.json", "50 ms a step, shared by time")],
-        [("head-of-line-gpu.json", f"H100, prefill_ms {bound}") for bound in ("50", "null")],
-    ):
-        (run,) = (run for run in results.read(name)["runs"] if run["label"] == label)
-        alone, behind = run["alone"], run["behind"]
-        rows.append(
-            [
-                _LABELS[label],
-                f"{alone['first_ms_p50']:.0f}",
-                f"{behind['first_ms_p50']:.0f}/{behind['first_ms_max']:.0f}",
-                f"{behind['between_ms_p99']:.0f}",
-                f"{run['long_alone_s']:.1f}/{run['long_beside_s']:.1f}",
-            ]
-        )
-    head = ["", "first token alone", "behind: p50/max", "between tokens p99", "long prompt alone/not, s"]
-    return markdown(head, rows)
-
-
-_LABELS = {
-    "50 ms a step, shared by time": "CPU, steps of 50 ms",
-    "H100, prefill_ms 50": "H100, steps of 50 ms",
-    "H100, prefill_ms null": "H100, no bound",
-}
-
-
-def ray(results: Results) -> str:
-    return ray_overhead.table(results.read("ray_overhead.json")).partition("\n\n")[2]
-
-
 TABLES: dict[str, Callable[[Results], str]] = {
     "faults": faults,
     "pauses": pauses,
-    "openings": openings,
     "streams": streams,
     "affinity": affinity,
-    "proxies": proxies,
-    "head-of-line": head_of_line,
-    "ray": ray,
 }

@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bench import paced as paced_bench
 from bench.coordination import Cost
 from bench.report.page import Results, markdown
 
@@ -59,17 +58,6 @@ def capacity(results: Results) -> str:
     return markdown(["limit", *dict.fromkeys(one["case"] for one in capacities)], rows)
 
 
-def paced(results: Results) -> str:
-    cells: dict[int, dict[str, str]] = {}
-    for case in results.read("paced.json")["cases"]:
-        own = paced_bench.Case(case["num_streams"], case["depth"], case["real"], case["paced"])
-        real, simulated, ratio = map(statistics.median, (own.real, own.paced, own.ratios))
-        title = "k = auto" if own.depth is None else f"k = {own.depth}"
-        cells.setdefault(own.num_streams, {})[title] = f"{real:.0f}/{simulated:.0f} ({ratio:.2f})"
-    titles = list(next(iter(cells.values())))
-    return markdown(["streams", *titles], ([streams, *own.values()] for streams, own in cells.items()))
-
-
 def network(results: Results) -> str:
     rows = [
         (one["case"]["name"], f"{statistics.median(one['speedups']):.2f}", f"{one['mean_depth']:.1f}")
@@ -97,7 +85,6 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "pool": pool,
     "distances": distances,
     "capacity": capacity,
-    "paced": paced,
     "network": network,
     "coordination": coordination,
 }

@@ -32,7 +32,7 @@ class TokenConstraint:
         end_token_ids: Iterable[int],
     ) -> None:
         self.error: InvalidRequestError | None = None  # the reason why the sequence cannot continue
-        self.seconds = 0.0  # processor time taken; whoever schedules the sequence counts it down
+        self.seconds = 0.0  # processor time taken; the scheduling counts it down
         self._min_tokens = constraints.min_tokens
         self._bad_words = constraints.bad_words
         self._matcher = matcher
