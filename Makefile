@@ -157,8 +157,8 @@ protos: $(READY_DEV)
 	$(BIN)/python -m protos.generate
 
 docs: $(READY_DEV)
-	$(BIN)/python -m services.configuration_page
-	$(BIN)/python -m services.helm_values
+	$(BIN)/python -m deploy.configuration_page
+	$(BIN)/python -m deploy.helm.values
 	$(BIN)/python -m deploy.grafana.dashboards
 	$(BIN)/python -m deploy.kuberay.rayservice
 	$(BIN)/python -m tests.deploy.golden

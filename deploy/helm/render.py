@@ -7,7 +7,7 @@ from typing import Any
 
 import helm_python
 
-from services.helm_values import CHART
+from deploy.helm.values import CHART
 
 
 def render(values: dict[str, Any], name: str = "demo") -> list[str]:

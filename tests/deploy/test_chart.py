@@ -13,8 +13,8 @@ from cluster.config.file import parse_config
 from deploy.grafana.dashboards import DASHBOARDS, FOLDER
 from deploy.helm.render import join
 from deploy.helm.render import render as render_texts
+from deploy.helm.values import CHART, SCHEMA, Values, make_schema
 from deploy.kuberay.rayservice import MANIFEST, make_manifest
-from services.helm_values import CHART, SCHEMA, Values, make_schema
 from tests.deploy.chart import DASHBOARDS_AND_ALERTS, VALUES, find, pods, render
 from tests.deploy.custom_resources import CUSTOM
 from tests.deploy.golden import GOLDEN, golden_file, read_values

@@ -20,8 +20,8 @@ from cluster.config import Config
 from cluster.config.file import load_config
 from cluster.errors import ConfigurationError, UnavailableError
 from cluster.telemetry.logs import LOG_NAME
+from deploy.configuration_page import PAGE
 from services import cli
-from services.configuration_page import PAGE
 from services.launch import local
 from services.launch.foreground import announce
 from services.settings import properties_of

@@ -10,12 +10,9 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.telemetry.tracing import NO_SPAN, Span, TraceContext, Tracer
-from protos.speculation.v1 import target_pb2
 from services.router.errors import CLIENT_CLOSED_REQUEST
 from services.router.http.middleware import route_of
 from services.router.http.streaming import NotedSend
-
-_FINISH_REASONS = {target_pb2.FINISH_REASON_STOP: "stop", target_pb2.FINISH_REASON_LENGTH: "length"}
 
 
 class Tracing:

@@ -8,8 +8,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from cluster.config import Config
+from deploy.configuration_page import PAGE, make_page
 from services.cli import SERVE_OPTIONS
-from services.configuration_page import PAGE, make_page
 
 
 def settings(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:

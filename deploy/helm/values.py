@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 from cluster.config import Config
 
-CHART = Path(__file__).resolve().parent.parent / "deploy" / "helm" / "outrider"
+CHART = Path(__file__).resolve().parent / "outrider"
 SCHEMA = CHART / "values.schema.json"
 
 _Port = Annotated[int, Field(gt=0, lt=65536)]

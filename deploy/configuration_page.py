@@ -1,4 +1,4 @@
-"""The page of all settings, made from their declarations: `make docs`, or `python -m services.configuration_page`.
+"""The page of all settings, made from their declarations: `make docs`, or `python -m deploy.configuration_page`.
 
 Writes docs/CONFIGURATION.md. A test compares the file with what would be written.
 """
