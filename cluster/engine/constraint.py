@@ -17,6 +17,8 @@ from cluster.errors import InvalidRequestError
 from cluster.grammars.matcher import CompiledGrammar, Matcher
 from cluster.speculation.drafts import Drafts
 
+_CANNOT_FOLLOW = "the grammar cannot be followed any further: "
+
 
 class TokenConstraint:
     """The constraints of one sequence, and the state of its grammar after the committed tokens.
@@ -120,7 +122,9 @@ class TokenConstraint:
         with self._timed():
             self._check()
             if self.error is None and not self._push(token):
-                self.error = InvalidRequestError("the constraints of the request allow no next token")
+                refusal = None if self._matcher is None else self._matcher.refusal
+                reason = "the constraints of the request allow no next token"
+                self.error = InvalidRequestError(reason if refusal is None else _CANNOT_FOLLOW + refusal)
         return self.error is None
 
     @contextmanager
@@ -132,7 +136,7 @@ class TokenConstraint:
     def _check(self) -> None:
         """Sets `error` if the grammar has exceeded its limits."""
         if self._matcher is not None and self._matcher.error is not None:
-            self.error = InvalidRequestError(f"the grammar cannot be followed any further: {self._matcher.error}")
+            self.error = InvalidRequestError(_CANNOT_FOLLOW + self._matcher.error)
 
     def _walk(self, drafts: Drafts, visit: Callable[[int], object]) -> None:
         """Calls `visit` with each allowed draft. During the call the draft and its ancestors count as committed."""

@@ -5,14 +5,12 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from itertools import groupby
+from dataclasses import replace
 
-from cluster.errors import InvalidRequestError
-from cluster.grammars.rules import Rules, literal, one_of, slashed
+from cluster.grammars.rules import Part, Rules, literal, refusal, repeated, slashed
 
 _MAX_DEPTH = 64
-_MAX_SIZE = 4096  # of an expression; larger ones are parsed
+_MAX_SIGNS = 4000  # llguidance takes up to a second for them
 
 _TOKEN = re.compile(
     r"""\s+ | \#[^\n]*
@@ -28,20 +26,13 @@ _CHARACTER = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]
 _SHORT = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "b": "\b", "v": "\v", "0": "\0"}
 
 
-def gbnf_rules(rules: Rules, text: str) -> str:
-    """Adds the rules of `text` to `rules`. Returns the name of the start.
+def gbnf_part(rules: Rules, text: str) -> Part:
+    """Adds the rules of `text` to `rules`. Returns the start.
 
     Parts that do not lead to recursion are expressions. Before a part that does, they take the longest text that they
     match. Raises InvalidRequestError.
     """
     return _Grammar(rules, text).write()
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    body: str
-    is_expression: bool = True
-    size: int = 1  # parts of an expression after all references are replaced
 
 
 class _Grammar:
@@ -52,18 +43,20 @@ class _Grammar:
         for found in _tokens(text):
             if found["defines"]:
                 if found["name"] in self._bodies:
-                    raise _refusal(f"it defines the rule {found['name'][:64]} twice")
+                    raise refusal(f"it defines the rule {found['name'][:64]} twice")
                 body = self._bodies[found["name"]] = []
             elif body is None:
-                raise _refusal("it should begin with a rule, such as root ::= ...")
+                raise refusal("it should begin with a rule, such as root ::= ...")
             else:
                 body.append(found)
-        self._parts: dict[str, _Part] = {}  # by the names of rules
+        if sum(not (found["name"] or found["text"]) for body in self._bodies.values() for found in body) > _MAX_SIGNS:
+            raise refusal(f"it has more than {_MAX_SIGNS} classes, repetitions, parentheses and alternatives")
+        self._parts: dict[str, Part] = {}  # by the names of rules
 
-    def write(self) -> str:
+    def write(self) -> Part:
         references = {name: {found["name"] for found in body if found["name"]} for name, body in self._bodies.items()}
         for name in {"root"}.union(*references.values()) - references.keys():
-            raise _refusal(f"it has no rule {name[:64]}")
+            raise refusal(f"it has no rule {name[:64]}")
         users: dict[str, list[str]] = {name: [] for name in references}
         for name, used in references.items():
             for each in used:
@@ -73,74 +66,53 @@ class _Grammar:
         while ready:
             name = ready.pop()
             part = self._read(name)
-            if part.is_expression and part.size <= _MAX_SIZE:
-                self._parts[name] = replace(part, body=self._rules.terminal(part.body))
-            else:
-                self._parts[name] = _Part(self._rules.add(self._in_rule(part)), is_expression=False)
+            body = self._rules.terminal(part.body) if part.is_expression else self._rules.add(part.body)
+            self._parts[name] = replace(part, body=body)
             for user in users[name]:
                 references[user].remove(name)
                 if not references[user]:
                     ready.append(user)
         recursive = [name for name in self._bodies if name not in self._parts]
-        self._parts |= {name: _Part(self._rules.new_name(), is_expression=False) for name in recursive}
-        self._rules.may_be_ambiguous |= bool(recursive)
+        self._parts |= {name: Part(self._rules.new_name(), is_expression=False) for name in recursive}
         for name in recursive:
-            self._rules.add(self._read(name).body, self._parts[name].body)
-        return self._parts["root"].body
+            self._rules.add(self._rules.named(self._read(name)), self._parts[name].body)
+        return self._parts["root"]
 
-    def _read(self, name: str) -> _Part:
+    def _read(self, name: str) -> Part:
         tokens = [*self._bodies[name]]
         tokens.reverse()
         part = self._alternatives(tokens, 0)
         if tokens:
-            raise _refusal(f"the rule {name[:64]} has {tokens[-1][0]} at the wrong place")
+            raise refusal(f"the rule {name[:64]} has {tokens[-1][0]} at the wrong place")
         return part
 
-    def _alternatives(self, tokens: list[re.Match[str]], depth: int) -> _Part:
+    def _alternatives(self, tokens: list[re.Match[str]], depth: int) -> Part:
         """Reads the alternatives at the end of `tokens`, which come in reverse order."""
         if depth > _MAX_DEPTH:
-            raise _refusal(f"it has more than {_MAX_DEPTH} parentheses within each other")
+            raise refusal(f"it has more than {_MAX_DEPTH} parentheses within each other")
         options = [self._sequence(tokens, depth)]
         while tokens and tokens[-1]["sign"] == "|":
             tokens.pop()
             options.append(self._sequence(tokens, depth))
-        if all(option.is_expression for option in options):
-            return _Part(one_of(option.body for option in options), size=sum(option.size for option in options))
-        return _Part(one_of(map(self._in_rule, options)), is_expression=False)
+        return self._rules.alternatives(options) if len(options) > 1 else options[0]
 
-    def _sequence(self, tokens: list[re.Match[str]], depth: int) -> _Part:
-        parts: list[_Part] = []
+    def _sequence(self, tokens: list[re.Match[str]], depth: int) -> Part:
+        parts: list[Part] = []
         while tokens and tokens[-1]["sign"] not in ("|", ")"):
             found = tokens.pop()
             if found["sign"] == "(":
-                inner = self._alternatives(tokens, depth + 1)
+                parts.append(self._alternatives(tokens, depth + 1))
                 if not tokens or tokens.pop()["sign"] != ")":
-                    raise _refusal("a parenthesis is not closed")
-                parts.append(replace(inner, body=f"({inner.body})"))
-            elif found["times"] and _NONE.fullmatch(found["times"]):
-                parts[-1:] = []
+                    raise refusal("a parenthesis is not closed")
             elif found["times"] or found["sign"] in ("*", "+", "?"):
                 if not parts:
-                    raise _refusal(f"{found[0]} has nothing before it to repeat")
-                repeated = parts.pop()
-                parts.append(replace(repeated, body=f"({repeated.body}){found[0]}"))
+                    raise refusal(f"{found[0]} has nothing before it to repeat")
+                part = parts.pop()
+                if not (found["times"] and _NONE.fullmatch(found["times"])):
+                    parts.append(repeated(part, found[0]))
             else:
-                parts.append(self._parts[found["name"]] if found["name"] else _Part(_text(found), size=len(found[0])))
-        runs = [
-            _Part(" ".join(part.body for part in run), is_expression, sum(part.size for part in run))
-            for is_expression, each in groupby(parts, key=lambda part: part.is_expression)
-            if (run := list(each))
-        ]
-        if len(runs) <= 1:
-            return runs[0] if runs else _Part('""')
-        return _Part(" ".join(map(self._in_rule, runs)), is_expression=False)
-
-    def _in_rule(self, part: _Part) -> str:
-        return self._rules.terminal(part.body) if part.is_expression else part.body
-
-
-def _refusal(reason: str) -> InvalidRequestError:
-    return InvalidRequestError(f"the grammar cannot be used: {reason}")
+                parts.append(self._parts[found["name"]] if found["name"] else Part(_text(found)))
+        return self._rules.sequence(parts)
 
 
 def _tokens(text: str) -> Iterator[re.Match[str]]:
@@ -149,7 +121,7 @@ def _tokens(text: str) -> Iterator[re.Match[str]]:
         found = _TOKEN.match(text, position)
         if found is None:
             line = text.count("\n", 0, position) + 1
-            raise _refusal(f"line {line} has {text[position : position + 20]!r}, which is not GBNF")
+            raise refusal(f"line {line} has {text[position : position + 20]!r}, which is not GBNF")
         position = found.end()
         if found.lastgroup is not None:
             yield found
@@ -168,7 +140,7 @@ def _characters(text: str) -> Iterator[tuple[str, bool]]:
         code = next((chr(int(code, 16)) for code in codes if code and int(code, 16) < sys.maxunicode + 1), "")
         character = plain or code or (_SHORT.get(short, "" if short.isalnum() else short) if short else "")
         if not character or "\ud800" <= character <= "\udfff":
-            raise _refusal(f"it has the unknown escape {found[0]}")
+            raise refusal(f"it has the unknown escape {found[0]}")
         yield character, bool(plain)
 
 

@@ -10,9 +10,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from cluster.errors import InvalidRequestError
 from cluster.grammars.numbers import INTEGER, NUMBER, integers, numbers
-from cluster.grammars.rules import BLANKS, Rules, literal, one_of, slashed
+from cluster.grammars.rules import BLANKS, Part, Rules, literal, one_of, refusal, slashed
 
 Schema = Mapping[str, Any]
 
@@ -23,7 +22,6 @@ _ESCAPE = (
 )
 _UNESCAPED = r'[^"\\\x00-\x1f\x7f]'
 _CHARACTER = f"(?:{_UNESCAPED}|{_ESCAPE})"
-_QUOTE = '"'
 _CHUNK = 256  # characters of a longer string that are counted as one
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _MAX_COUNTED = 4096  # states of an object that counts its properties
@@ -50,16 +48,17 @@ class JsonRules:
         self._definitions: dict[str, str] = {}  # names of rules by reference
         self._any = ""
 
-    def write(self) -> str:
-        """Returns the name of the rule of the whole text. Raises InvalidRequestError for an unknown keyword or type."""
-        return self._value({name: inner for name, inner in self._schema.items() if name != "$defs"})
+    def write(self) -> Part:
+        """Returns the whole text. Raises InvalidRequestError for an unknown keyword or type."""
+        found = self._value({name: inner for name, inner in self._schema.items() if name != "$defs"})
+        return Part(found, is_expression=False)
 
     def _value(self, schema: Schema | bool) -> str:
         if schema is True or not schema:
             return self._any_value()
         assert not isinstance(schema, bool)
         if "$defs" in schema:
-            return JsonRules(self._rules, schema).write()
+            return JsonRules(self._rules, schema).write().body
         if "$ref" in schema:
             return self._definition(str(schema["$ref"]))
         if "anyOf" in schema:
@@ -69,10 +68,10 @@ class JsonRules:
         kind = schema.get("type")
         for keyword in schema.keys() - {"type"}:
             if keyword not in _KEYWORDS.get(str(kind), ()):
-                raise InvalidRequestError(f"the grammar cannot be used: a schema of type {kind} has no {keyword}")
+                raise refusal(f"a schema of type {kind} has no {keyword}")
         write = self._writers().get(str(kind))
         if write is None:
-            raise InvalidRequestError(f"the grammar cannot be used: no schema has the type {kind}")
+            raise refusal(f"no schema has the type {kind}")
         return write(schema)
 
     def _writers(self) -> dict[str, Callable[[Schema], str]]:
@@ -89,7 +88,7 @@ class JsonRules:
     def _string(self, schema: Schema) -> str:
         least, most = schema.get("minLength", 0), schema.get("maxLength")
         if "pattern" in schema or max(least, most or 0) <= _CHUNK:
-            return self._rules.terminal(_string(schema))
+            return self._rules.terminal(self._short_string(schema))
         # An expression would have a state for each character. All long strings share the chunks that count them.
         first, begin = divmod(least, _CHUNK)
         last, end = (None, None) if most is None else divmod(most, _CHUNK)
@@ -102,12 +101,30 @@ class JsonRules:
             options.append(self._chunks(last, last, 0, end))
         return self._rules.add(one_of(options))
 
+    def _short_string(self, schema: Schema) -> str:
+        """Returns the terminal of a string."""
+        least, most = schema.get("minLength", 0), schema.get("maxLength")
+        if "pattern" not in schema:
+            length = _times(least, most) if least or most is not None else "*"
+            return slashed(f'"{_CHARACTER}{length}"')
+        expression = self._rules.expression(f'"(?:{schema["pattern"]})"').body
+        if not least and most is None:
+            return expression
+        length = f'"(?s:.){_times(least, most)}"'
+        return f"{expression} & {slashed(length)}"
+
     def _chunks(self, least: int, most: int | None, begin: int, end: int | None) -> str:
         """Returns the rule of a string of `least` to `most` chunks, and `begin` to `end` characters after them."""
-        chunk = self._rules.terminal(slashed(_CHARACTER + _times(_CHUNK, _CHUNK)))
-        chunks = f"({chunk}){_times(least, most)}" if most != 0 else ""
-        rest = self._rules.terminal(slashed(f'{_CHARACTER}{_times(begin, end)}"'))
-        return self._rules.add(f"{literal(_QUOTE)} {chunks} {rest}")
+        # The first chunk has the quote: the text of another kind of string may begin alike.
+        chunk = f"{_CHARACTER}{{{_CHUNK}}}"
+        first, more = (self._rules.terminal(slashed(text)) for text in (f'"{chunk}', chunk))
+        rest = f'{_CHARACTER}{_times(begin, end)}"'
+        options = [] if least else [self._rules.terminal(slashed(f'"{rest}'))]
+        if most != 0:
+            others = _times(max(0, least - 1), None if most is None else most - 1)
+            following = "" if others == "{0,0}" else f"({more}){others}"
+            options.append(f"{first} {following} {self._rules.terminal(slashed(rest))}")
+        return self._rules.add(one_of(options))
 
     def _any_value(self) -> str:
         if not self._any:
@@ -166,9 +183,7 @@ class JsonRules:
         """Returns the rule of `properties`, each with whether it is required, and then `others`."""
         num_counted = max(1, least) if most is None else most
         if num_counted > 1 and len(properties) * min(num_counted, len(properties)) > _MAX_COUNTED:
-            raise InvalidRequestError(
-                f"the grammar cannot be used: it has to count {num_counted} of {len(properties)} properties"
-            )
+            raise refusal(f"it has to count {num_counted} of {len(properties)} properties")
         # From the last property to the first, as they may be more than Python can nest. `some` has the rules of one or
         # more of the members from here on, by the number of members before, up to the highest that makes a difference.
         counts = range(min(len(properties), num_counted) + 1)
@@ -192,7 +207,7 @@ class JsonRules:
             can_end = can_end and not is_required
         found = self._any_of(some[:1], can_end and not least)
         if found is None:
-            raise InvalidRequestError("the grammar cannot be used: a schema allows no value")
+            raise refusal("a schema allows no value")
         return found
 
     def _any_of(self, options: Sequence[str | None], can_be_empty: bool) -> str | None:
@@ -214,7 +229,7 @@ class JsonRules:
     def _other_property(self, schema: Schema) -> str | None:
         """Returns the rule of a property that `properties` does not have; None: there are none."""
         others, names = schema.get("additionalProperties", True), schema.get("properties", ())
-        key = _string(schema.get("propertyNames", {}))
+        key = self._short_string(schema.get("propertyNames", {}))
         if names:
             # Without escapes: otherwise a key might be a name in another spelling.
             key = slashed(f'"{_UNESCAPED}*"') + f" & ~({one_of(literal(_json(name)) for name in names)})"
@@ -241,19 +256,6 @@ def _times(least: int, most: int | None) -> str:
 
 def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
-
-
-def _string(schema: Schema) -> str:
-    """Returns the terminal of a string."""
-    least, most = schema.get("minLength", 0), schema.get("maxLength")
-    if "pattern" not in schema:
-        length = _times(least, most) if least or most is not None else "*"
-        return slashed(f'"{_CHARACTER}{length}"')
-    expression = slashed(f'"(?:{schema["pattern"]})"')
-    if not least and most is None:
-        return expression
-    length = f'"(?s:.){_times(least, most)}"'
-    return f"{expression} & {slashed(length)}"
 
 
 def _integer(schema: Schema) -> str:

@@ -14,7 +14,11 @@ class Matcher(Protocol):
 
     @property
     def error(self) -> str | None:
-        """Returns the limit that the grammar has exceeded: from then on it allows nothing; None: there is no error."""
+        """Returns the limit that the text exceeds, so that no token can follow; None if it exceeds none."""
+
+    @property
+    def refusal(self) -> str | None:
+        """Returns the limit for which a token was refused; None if there was none."""
 
     def accept_token(self, token_id: int, /) -> bool: ...
 

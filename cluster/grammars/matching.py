@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -14,47 +15,71 @@ import torch
 from llguidance import LLMatcher, LLParserLimits
 
 from cluster.constraints import Grammar
-from cluster.errors import InvalidRequestError
 from cluster.grammars.matcher import CompiledGrammar, Matcher
-from cluster.grammars.rules import Rules
-from cluster.grammars.translation import write_rules
+from cluster.grammars.rules import refusal
+from cluster.grammars.translation import to_lark
 from cluster.grammars.unique_keys import UniqueKeys
 from cluster.grammars.vocabulary import Vocabulary
 
-_MAX_ITEMS = 600  # of a parser's row: 290 optional properties of an object
-_MAX_AMBIGUOUS_ITEMS = 200  # if it may be ambiguous: its masks take time in proportion to the square
+_MAX_ITEMS = 600  # of a parser's row: 290 optional properties; an ambiguous grammar takes 0.1 s a mask at most
 _STEP_ITEMS = 10_000  # of a mask for up to 50,000 tokens; grows in proportion to larger vocabularies
 _VOCAB_SIZE = 50_000
-_MAX_STATES = 50_000  # of a matcher's expressions, about 1 KiB each
+_MAX_STATES = 50_000  # of the expressions of one request, about 1 KiB each
+_TRIAL_TOKENS = 32  # of a text by which a grammar is tried
 _MAX_REASON_CHARACTERS = 500  # llguidance quotes texts of clients
 _STACK_BYTES = 512 * 2**20  # llguidance compiles rules recursively, and 2,000 in a chain take 8 MiB
-_TRIAL_TOKENS = 128
-"""Tokens of a text by which a grammar is tried: a very ambiguous one takes more with every token."""
-
-
 _TOO_LARGE = "it is too large or too ambiguous"
+_NO_TEXT = "it allows no text that this model's tokens can spell"
 T = TypeVar("T")
 _starting = threading.Lock()  # the size of stacks is a setting of the process
+
+
+@dataclass(frozen=True, slots=True)
+class Rulebook:
+    """A grammar as llguidance takes it, which a new matcher compiles within some milliseconds."""
+
+    rules: str
+    has_keys: bool  # a JSON text, in which keys may not repeat
+
+    def write(self) -> str:
+        return json.dumps([self.rules, self.has_keys])
+
+    @classmethod
+    def read(cls, written: str) -> Rulebook:
+        return cls(*json.loads(written))
+
+    def start(self, vocabulary: Vocabulary) -> LLMatcher:
+        """Returns a matcher with states of its own: copies of a matcher share its states, which only grow."""
+        limits = LLParserLimits(
+            max_items_in_row=_MAX_ITEMS,
+            step_max_items=_STEP_ITEMS * max(_VOCAB_SIZE, vocabulary.vocab_size) // _VOCAB_SIZE,
+            max_lexer_states=_MAX_STATES,
+            verbose_errors=False,
+        )
+        return _in_deep_thread(lambda: LLMatcher(vocabulary.tokenizer, self.rules, log_level=0, limits=limits))
 
 
 class GrammarMatcher:
     """llguidance's matcher, in which the end of a text is a token too.
 
     After an error llguidance's matcher is of no use, but the error may be due to drafts that are rejected later. So a
-    new one reads the text again: the text alone decides whether it exceeds the limits.
+    new one reads the text again, with states of its own.
     """
 
-    def __init__(self, compiled: LLMatcher, vocabulary: Vocabulary) -> None:
-        self._compiled = compiled
-        self._matcher = compiled.deep_copy()
+    def __init__(self, rulebook: Rulebook, vocabulary: Vocabulary, matcher: LLMatcher) -> None:
+        """`matcher`: a matcher of `rulebook` at the beginning of the text."""
+        self._rulebook = rulebook
+        self._vocabulary = vocabulary
+        self._matcher = matcher
         self._ends = vocabulary.end_token_ids
         self._token_ids: list[int] = []  # without the end
         self._has_ended = False
-        self._failed: dict[tuple[int, ...], str] = {}  # reasons by the texts that have no mask
+        self.refusal: str | None = None  # the limit for which the last token was refused
+        self._failed: tuple[int, str] | None = None  # the length of a text that exceeds the limits, and the reason
 
     @property
     def error(self) -> str | None:
-        return self._failed.get(tuple(self._token_ids)) if self._failed else None
+        return None if self._failed is None else self._failed[1]
 
     def accept_token(self, token_id: int, /) -> bool:
         if self._has_ended or self.error is not None:
@@ -62,14 +87,19 @@ class GrammarMatcher:
         if token_id in self._ends:
             self._has_ended = self._matcher.is_accepting()
             return self._has_ended
+        if not self._consume(token_id):
+            return False
+        self._token_ids.append(token_id)
+        return True
+
+    def _consume(self, token_id: int) -> bool:
         is_accepted = self._matcher.try_consume_tokens([token_id]) == 1
         if self._matcher.is_error():
             self._read_again()
             is_accepted = self._matcher.try_consume_tokens([token_id]) == 1
             if self._matcher.is_error():
+                self.refusal = _reason(self._matcher)
                 self._read_again()
-        if is_accepted:
-            self._token_ids.append(token_id)
         return is_accepted
 
     def rollback(self, num_tokens: int, /) -> None:
@@ -79,6 +109,8 @@ class GrammarMatcher:
         if num_tokens:
             del self._token_ids[-num_tokens:]
             self._matcher.rollback(num_tokens)
+        if self._failed is not None and len(self._token_ids) < self._failed[0]:
+            self._failed = None
 
     def is_terminated(self) -> bool:
         # If the model has no end token, the text ends as soon as the grammar allows.
@@ -92,7 +124,7 @@ class GrammarMatcher:
                 return True
             reason = _reason(self._matcher)
             self._read_again()
-        self._failed[tuple(self._token_ids)] = reason
+        self._failed = len(self._token_ids), reason
         row.fill_(-1)
         return False
 
@@ -105,45 +137,47 @@ class GrammarMatcher:
         return found
 
     def _read_again(self) -> None:
-        self._matcher = self._compiled.deep_copy()
+        self._matcher = self._rulebook.start(self._vocabulary)
         self._matcher.consume_tokens(self._token_ids)
 
 
-def compile_grammar(grammar: Grammar, vocabulary: Vocabulary) -> CompiledGrammar:
-    """Compiles `grammar`. Raises InvalidRequestError if it is invalid, too large or too ambiguous."""
-    matcher = _in_deep_thread(partial(_compile, grammar, vocabulary))
+def write_rulebook(grammar: Grammar, vocabulary: Vocabulary) -> Rulebook:
+    """Returns the rules of `grammar`. Raises InvalidRequestError if it is invalid, too large or too ambiguous."""
+    rules = LLMatcher.grammar_from_lark(to_lark(grammar, vocabulary))
+    rulebook = Rulebook(rules, grammar.form == "json_schema")
+    _try(compiled(rulebook, vocabulary).new_matcher(), vocabulary)
+    return rulebook
+
+
+def compiled(rulebook: Rulebook, vocabulary: Vocabulary) -> CompiledGrammar:
+    """Compiles `rulebook` for one request. Raises InvalidRequestError if its rules are invalid or too large."""
+    matcher = rulebook.start(vocabulary)
     if matcher.is_error():
-        raise InvalidRequestError(f"the grammar cannot be used: {_reason(matcher)}")
-    new_matcher = partial(_new_matcher, matcher, vocabulary, has_keys=grammar.form == "json_schema")
-    _try(new_matcher(), vocabulary)
-    return CompiledGrammar(new_matcher, json.dumps([grammar.form, grammar.text]), vocabulary.written)
+        raise refusal(_reason(matcher))
+    return CompiledGrammar(partial(_new_matcher, rulebook, vocabulary, matcher), rulebook.write(), vocabulary.written)
 
 
-def _compile(grammar: Grammar, vocabulary: Vocabulary) -> LLMatcher:
-    rules = Rules()
-    lark = rules.text(write_rules(rules, grammar, vocabulary))
-    limits = LLParserLimits(
-        max_items_in_row=_MAX_AMBIGUOUS_ITEMS if rules.may_be_ambiguous else _MAX_ITEMS,
-        step_max_items=_STEP_ITEMS * max(_VOCAB_SIZE, vocabulary.vocab_size) // _VOCAB_SIZE,
-        max_lexer_states=_MAX_STATES,
-        verbose_errors=False,
-    )
-    return LLMatcher(vocabulary.tokenizer, LLMatcher.grammar_from_lark(lark), log_level=0, limits=limits)
-
-
-def _reason(matcher: LLMatcher) -> str:
-    """Returns the error of `matcher` in the words of a client's grammar."""
-    error = matcher.get_error()
-    if "NoExtension" in error:
-        return "it allows no text that this model's tokens can spell"
-    if any(word in error for word in ("limit", "too many", "max is", "Too many", "panic", "too big")):
-        return _TOO_LARGE
-    return error.partition("\n")[0].removesuffix("<non-verbose/>").strip()[:_MAX_REASON_CHARACTERS]
+def compile_grammar(grammar: Grammar, vocabulary: Vocabulary) -> CompiledGrammar:
+    """Compiles `grammar` for one request. Raises InvalidRequestError as `write_rulebook` does."""
+    return compiled(write_rulebook(grammar, vocabulary), vocabulary)
 
 
 def read_compiled(written: str, vocabulary: Vocabulary) -> CompiledGrammar:
     """Compiles the grammar of a CompiledGrammar's text again, in another process."""
-    return compile_grammar(Grammar(*json.loads(written)), vocabulary)
+    return compiled(Rulebook.read(written), vocabulary)
+
+
+def _reason(matcher: LLMatcher) -> str:
+    """Returns the error of `matcher` in the words of a client's grammar."""
+    error = matcher.get_error().removesuffix("<non-verbose/>").strip()
+    if "NoExtension" in error:
+        return _NO_TEXT
+    if any(word in error for word in ("limit", "too many", "max is", "Too many", "panic", "too big", "fuel")):
+        return _TOO_LARGE
+    # The reason for an invalid expression is in the last line, after the place.
+    return (error.rpartition("\nerror: ")[2] if "\nerror: " in error else error.partition("\n")[0])[
+        :_MAX_REASON_CHARACTERS
+    ]
 
 
 def _in_deep_thread(call: Callable[[], T]) -> T:
@@ -158,14 +192,16 @@ def _in_deep_thread(call: Callable[[], T]) -> T:
 
     with _starting:
         before = threading.stack_size(_STACK_BYTES)
-        threading.Thread(target=run, name="grammar").start()
-        threading.stack_size(before)
+        try:
+            threading.Thread(target=run, name="grammar").start()
+        finally:
+            threading.stack_size(before)
     return found.result()
 
 
-def _new_matcher(compiled: LLMatcher, vocabulary: Vocabulary, *, has_keys: bool) -> Matcher:
-    matcher = GrammarMatcher(compiled, vocabulary)
-    return UniqueKeys(matcher, vocabulary.quoting_tokens) if has_keys else matcher
+def _new_matcher(rulebook: Rulebook, vocabulary: Vocabulary, compiled: LLMatcher) -> Matcher:
+    matcher = GrammarMatcher(rulebook, vocabulary, compiled.deep_copy())
+    return UniqueKeys(matcher, vocabulary.quoting_tokens) if rulebook.has_keys else matcher
 
 
 def _try(matcher: Matcher, vocabulary: Vocabulary) -> None:
@@ -173,10 +209,12 @@ def _try(matcher: Matcher, vocabulary: Vocabulary) -> None:
     masks = torch.empty(1, -(-vocabulary.vocab_size // 32), dtype=torch.int32)
     ends = list(vocabulary.end_token_ids)
     for step in range(_TRIAL_TOKENS):
+        if matcher.is_terminated():
+            return
         masks.fill_(-1)
         matcher.fill_next_token_bitmask(masks, 0)
         if matcher.error is not None:
-            raise InvalidRequestError(f"the grammar cannot be used: {matcher.error}")
+            raise refusal(matcher.error)
         allowed = np.unpackbits(masks.numpy().view(np.uint8), count=vocabulary.vocab_size, bitorder="little")
         can_end = allowed[ends].any()
         allowed[ends] = 0
@@ -184,8 +222,6 @@ def _try(matcher: Matcher, vocabulary: Vocabulary) -> None:
         if not len(token_ids):
             if can_end:
                 return
-            raise InvalidRequestError(
-                "the grammar cannot be used: it allows no text that this model's tokens can spell"
-            )
+            raise refusal(_NO_TEXT)
         if not matcher.accept_token(int(token_ids[step * 7919 % len(token_ids)])):
-            raise InvalidRequestError(f"the grammar cannot be used: {_TOO_LARGE}")
+            raise refusal(_TOO_LARGE)

@@ -8,6 +8,7 @@ from math import ceil, floor
 
 MAX_DIGITS = 18  # of a number's integer part
 _MAX_DECIMALS = 6  # of a number with bounds
+_EXACT_DIGITS = 15  # of a number that differs from all others as a double, too
 _BEYOND = 10**MAX_DIGITS - 1
 
 INTEGER = f"-?(?:0|[1-9][0-9]{{0,{MAX_DIGITS - 1}}})"
@@ -25,7 +26,7 @@ def numbers(bounds: Mapping[str, float]) -> str:
     smallest = max(exact.get("minimum", -_BEYOND), exact.get("exclusiveMinimum", -_BEYOND))
     largest = min(exact.get("maximum", _BEYOND), exact.get("exclusiveMaximum", _BEYOND))
     options = []
-    for decimals in range(_MAX_DECIMALS + 1):
+    for decimals in range(max_decimals(bounds) + 1):
         scale = 10**decimals
         low, high = ceil(smallest * scale), floor(largest * scale)
         low += Fraction(low, scale) == exact.get("exclusiveMinimum")
@@ -33,6 +34,12 @@ def numbers(bounds: Mapping[str, float]) -> str:
         if low <= high:
             options.append(_signed(low, high, decimals))
     return f"(?:{'|'.join(options)})"
+
+
+def max_decimals(bounds: Mapping[str, float]) -> int:
+    """Returns the number of decimals with which a number next to one of `bounds` is not read as the bound itself."""
+    num_digits = max((len(str(int(abs(bound)))) for bound in bounds.values()), default=0)
+    return max(0, min(_MAX_DECIMALS, _EXACT_DIGITS - num_digits))
 
 
 def _signed(low: int, high: int, decimals: int) -> str:

@@ -4,23 +4,46 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 from cluster.constraints import MAX_WHITESPACE
+from cluster.errors import InvalidRequestError
 
 BLANKS = f"[ \\n\\r\\t]{{0,{MAX_WHITESPACE}}}"
 
+# llguidance takes 0.3 s for an expression of 1,000 operators, in proportion to the square, and 0.05 ms for a rule.
+MAX_OPERATORS = 1000  # of an expression
+_MAX_ALL_OPERATORS = 5000  # of all expressions of a grammar
+_MAX_RULES = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a rule: an expression, or something that is parsed."""
+
+    body: str
+    is_expression: bool = True
+    size: int = 1  # operators of an expression, after all references are replaced
+
 
 class Rules:
-    """The rules of one grammar. A rule is parsed; a terminal is an expression and takes the longest text it matches."""
+    """The rules of one grammar.
+
+    A rule is parsed. A terminal is an expression, and takes the longest text that it matches: parts that can be one
+    expression are joined, so that all their texts are possible.
+    """
 
     def __init__(self) -> None:
         self._lines: list[str] = []
         self._terminals: dict[str, str] = {}  # names by expression
-        self.may_be_ambiguous = False  # has rules of clients that lead to recursion
+        self._sizes: dict[str, int] = {}  # of expressions of clients
 
     def new_name(self) -> str:
         """Returns a name for `add`, so that a rule can refer to one that is not written yet."""
+        if len(self._lines) == _MAX_RULES:
+            raise refusal("it is too large")
         self._lines.append("")
         return f"r{len(self._lines) - 1}"
 
@@ -34,10 +57,57 @@ class Rules:
         """Returns the name of the terminal with `expression`: expressions between slashes, `&`, `~`, `|`, `(`, `)`."""
         return self._terminals.setdefault(expression, f"T{len(self._terminals)}")
 
-    def text(self, start: str) -> str:
-        """Returns the grammar whose texts are those of the rule `start`."""
+    def expression(self, text: str) -> Part:
+        """Returns the part of a client's regular expression. Raises InvalidRequestError if it is too large."""
+        size = num_operators(text)
+        self._sizes[text] = size
+        if size > MAX_OPERATORS or sum(self._sizes.values()) > _MAX_ALL_OPERATORS:
+            raise refusal(
+                f"its expressions have more than {MAX_OPERATORS} operators, or more than {_MAX_ALL_OPERATORS} in all"
+            )
+        return Part(slashed(text), size=max(1, size))
+
+    def named(self, part: Part) -> str:
+        """Returns what `part` is called in a rule."""
+        return self.terminal(part.body) if part.is_expression else part.body
+
+    def sequence(self, parts: Sequence[Part]) -> Part:
+        """Returns `parts` one after another. Adjacent expressions become one, unless it would be too large."""
+        runs: list[Part] = []
+        for is_expression, each in groupby(parts, key=lambda part: part.is_expression):
+            run = list(each)
+            joined = Part(" ".join(part.body for part in run), is_expression, sum(part.size for part in run))
+            runs += [joined] if joined.size <= MAX_OPERATORS else [Part(self.named(part), False) for part in run]
+        if len(runs) <= 1:
+            return runs[0] if runs else Part('""')
+        return Part(" ".join(map(self.named, runs)), is_expression=False)
+
+    def alternatives(self, options: Sequence[Part]) -> Part:
+        """Returns the part that is one of `options`."""
+        size = sum(option.size for option in options)
+        if all(option.is_expression for option in options) and size <= MAX_OPERATORS:
+            return Part(f"({one_of(option.body for option in options)})", size=size)
+        return Part(f"({one_of(map(self.named, options))})", is_expression=False)
+
+    def text(self, start: Part) -> str:
+        """Returns the grammar whose texts are those of `start`."""
+        line = f"start: {self.named(start)}"
         terminals = (f"{name}: {expression}" for expression, name in self._terminals.items())
-        return "\n".join([f"start: {start}", *self._lines, *terminals])
+        return "\n".join([line, *self._lines, *terminals])
+
+
+def repeated(part: Part, times: str) -> Part:
+    """Returns `part` as often as `times` allows, such as "*" or "{2,5}"."""
+    return replace(part, body=f"({part.body}){times}", size=part.size + 1)
+
+
+def refusal(reason: str) -> InvalidRequestError:
+    return InvalidRequestError(f"the grammar cannot be used: {reason}")
+
+
+def num_operators(expression: str) -> int:
+    """Returns the number of characters that make a regular expression slow to compile."""
+    return len(re.findall(r"[?*+{.\[(]", re.sub(r"\\.", "", expression, flags=re.DOTALL)))
 
 
 def one_of(options: Iterable[str]) -> str:

@@ -6,13 +6,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from cluster.errors import InvalidRequestError
-from cluster.grammars.gbnf import gbnf_rules
+from cluster.grammars.gbnf import gbnf_part
 from cluster.grammars.json_rules import JsonRules
-from cluster.grammars.rules import Rules, literal, one_of, slashed, without_anchors
+from cluster.grammars.rules import Part, Rules, literal, one_of, refusal, repeated, slashed, without_anchors
 from cluster.grammars.vocabulary import Vocabulary
 
-Part = Mapping[str, Any]
+Tag = Mapping[str, Any]  # a format as a client writes it
 
 _ANY_TEXT = "/(?s:.*)/"
 
@@ -24,122 +23,150 @@ class TagRules:
         self._rules = rules
         self._vocabulary = vocabulary
 
-    def write(self, tag: Part) -> str:
-        """Returns the name of the rule of the whole text. Raises InvalidRequestError."""
-        return self._rules.add(self._part(_current_form(tag)["format"]))
+    def write(self, tag: Tag) -> Part:
+        """Returns the whole text. Raises InvalidRequestError, or an error for a missing or wrong field."""
+        return self._part(_current_form(tag)["format"])
 
-    def _part(self, part: Part) -> str:
-        kind = part.get("type")
-        write = _WRITERS.get(str(kind))
-        if write is None:
-            raise _refusal(f"a structural tag has no type {str(kind)[:64]!r}")
-        return write(self, part)
+    def _part(self, tag: Tag) -> Part:
+        kind = str(tag.get("type"))
+        if kind not in _WRITERS:
+            raise refusal(f"a structural tag has no type {kind[:64]!r}")
+        return _WRITERS[kind](self, tag)
 
-    def _schema(self, part: Part) -> str:
-        if part.get("style", "json") != "json" or part.get("any_order") or part.get("excludes"):
-            raise _refusal("json_schema has only the style json here, with properties in order and without excludes")
-        return JsonRules(self._rules, part["json_schema"]).write()
+    def _schema(self, tag: Tag) -> Part:
+        for field in ("any_order", "excludes", "max_whitespace_cnt"):
+            if tag.get(field) not in (None, False, []):
+                raise refusal(f"{field} of json_schema is not supported")
+        if tag.get("style", "json") != "json":
+            raise refusal("json_schema has only the style json here")
+        return JsonRules(self._rules, tag["json_schema"]).write()
 
-    def _sequence(self, part: Part) -> str:
-        return self._in_order(part["elements"])
+    def _sequence(self, tag: Tag) -> Part:
+        return self._in_order(tag["elements"])
 
-    def _tag(self, part: Part) -> str:
-        ends = part["end"] if isinstance(part["end"], list) else [part["end"]]
-        return self._in_order([_boundary(part["begin"]), part["content"], _either_of([_boundary(end) for end in ends])])
+    def _tag(self, tag: Tag) -> Part:
+        ends = tag["end"] if isinstance(tag["end"], list) else [tag["end"]]
+        return self._in_order([_boundary(tag["begin"]), tag["content"], _either_of([_boundary(end) for end in ends])])
 
-    def _in_order(self, parts: Sequence[Part]) -> str:
-        """A text before a constant ends at its first occurrence."""
-        written, rest = [], list(parts)
+    def _in_order(self, tags: Sequence[Tag]) -> Part:
+        """Returns `tags` one after another. A text before a constant ends at its first occurrence."""
+        parts: list[Part] = []
+        rest, is_open = list(tags), False
         while rest:
-            part = rest.pop(0)
-            ends = _constants(rest[0]) if rest and part.get("type") == "any_text" else []
-            if ends:
-                _check_unlimited(part)
+            tag = rest.pop(0)
+            ends = _constants(rest[0]) if rest and tag.get("type") == "any_text" else []
+            if ends and all(ends):
+                _check_unlimited(tag)
                 rest.pop(0)
-                others = [text for text in part.get("excludes", ()) if text not in ends]
-                written.append(self._text_until(ends, others, part.get("max_chars")))
+                others = [text for text in tag.get("excludes", ()) if text not in ends]
+                part = Part(self._text_until(ends, others, tag.get("max_chars")), is_expression=False)
             else:
-                written.append(self._part(part))
-        return self._rules.add(" ".join(written) or '""')
+                part = self._part(tag)
+            if is_open and not part.is_expression:
+                raise refusal("any_text needs a const_string, a regex or the end after it")
+            is_open = part.is_expression and tag.get("type") == "any_text"
+            parts.append(part)
+        return self._rules.sequence(parts)
 
     def _text_until(self, ends: Sequence[str], excludes: Sequence[str], max_chars: int | None = None) -> str:
         text = self._rules.terminal(f"({_text(excludes, max_chars)}) ({one_of(map(literal, ends))})")
         return self._rules.add(text, attributes="[lazy]")
 
-    def _any_text(self, part: Part) -> str:
-        _check_unlimited(part)
-        return self._rules.terminal(_text(part.get("excludes", ()), part.get("max_chars")))
+    def _any_text(self, tag: Tag) -> Part:
+        _check_unlimited(tag)
+        return Part(f"({_text(tag.get('excludes', ()), tag.get('max_chars'))})")
 
-    def _token(self, part: Part) -> str:
-        return f"<[{self._token_id(part['token'])}]>"
+    def _token(self, tag: Tag) -> Part:
+        return Part(f"<[{self._token_id(tag['token'])}]>", is_expression=False)
 
-    def _tokens_but(self, part: Part) -> str:
-        _check_unlimited(part)
-        excluded = ",".join(str(self._token_id(token)) for token in part.get("exclude_tokens", ()))
-        return (f"<[^{excluded}]>" if excluded else "<[*]>") + ("*" if part["type"] == "any_tokens" else "")
+    def _tokens_but(self, tag: Tag) -> Part:
+        _check_unlimited(tag)
+        excluded = {*map(self._token_id, tag.get("exclude_tokens", ())), *self._vocabulary.end_token_ids}
+        token = f"<[^{','.join(map(str, sorted(excluded)))}]>" if excluded else "<[*]>"
+        return Part(f"{token}*" if tag["type"] == "any_tokens" else token, is_expression=False)
 
     def _token_id(self, token: int | str) -> int:
         if isinstance(token, int):
             return token
         token_ids = self._vocabulary.tokenizer.tokenize_str(token, parse_special=True)
         if len(token_ids) != 1:
-            raise _refusal(f"{token[:64]!r} is not a token of the model")
+            raise refusal(f"{token[:64]!r} is not a token of the model")
         return token_ids[0]
 
-    def _triggered(self, part: Part) -> str:
-        """Any text, and a tag after each trigger, with which the tag begins."""
-        pieces = []
-        for trigger in part["triggers"]:
-            tags = [tag for tag in part["tags"] if str(tag["begin"]).startswith(trigger)]
-            rests = [self._tag({**tag, "begin": tag["begin"][len(trigger) :]}) for tag in tags]
+    def _triggered(self, tag: Tag) -> Part:
+        """Returns any text, and a tag after each trigger, with which the tag begins."""
+        triggers = tag["triggers"]
+        cases: list[tuple[str, Part]] = []
+        for trigger in triggers:
+            own = [each for each in tag["tags"] if str(each["begin"]).startswith(trigger)]
+            rests = [self._tag({**each, "begin": each["begin"][len(trigger) :]}) for each in own]
             if rests:
-                others = [other for other in part["triggers"] if other != trigger]
-                pieces.append(f"{self._text_until([trigger], [*part.get('excludes', ()), *others])} ({one_of(rests)})")
-        tail = self._any_text({"excludes": [*part["triggers"], *part.get("excludes", ())]})
-        return self._repeated(one_of(pieces), part, tail)
+                cases.append((trigger, self._rules.alternatives(rests)))
+        for each in tag["tags"]:
+            if not any(str(each["begin"]).startswith(trigger) for trigger in triggers):
+                raise refusal(f"no trigger begins the tag {str(each['begin'])[:64]!r}")
+        return self._after_texts(cases, triggers, tag, is_single=bool(tag.get("stop_after_first")))
 
-    def _token_triggered(self, part: Part) -> str:
-        triggers = [self._token_id(token) for token in part["trigger_tokens"]]
-        text = self._tokens_but({"type": "any_tokens", "exclude_tokens": [*triggers, *part.get("exclude_tokens", ())]})
-        tags = one_of(map(self._tag, part["tags"]))
-        return self._repeated(f"{text} ({tags})", part, text)
+    def _dispatch(self, tag: Tag) -> Part:
+        cases = [(pattern, self._part(following)) for pattern, following in tag["rules"]]
+        patterns = [pattern for pattern, _ in cases]
+        return self._after_texts(cases, patterns, tag, is_single=not tag.get("loop", True))
 
-    def _repeated(self, piece: str, part: Part, tail: str) -> str:
-        least = "+" if part.get("at_least_one") else "*"
-        if part.get("stop_after_first"):
-            return self._rules.add(f"({piece})" if part.get("at_least_one") else f"({piece}) | {tail}")
-        return self._rules.add(f"({piece}){least} {tail}")
+    def _after_texts(
+        self, cases: Sequence[tuple[str, Part]], triggers: Sequence[str], tag: Tag, *, is_single: bool
+    ) -> Part:
+        """Returns any text in which the part of a case follows its trigger."""
+        excludes = tag.get("excludes", ())
+        pieces = [
+            f"{self._text_until([trigger], [*excludes, *(other for other in triggers if other != trigger)])} "
+            f"{self._rules.named(following)}"
+            for trigger, following in cases
+        ]
+        tail = self._rules.named(self._any_text({"excludes": [*triggers, *excludes]}))
+        return self._several(one_of(pieces), tail, is_single=is_single, is_needed=bool(tag.get("at_least_one")))
 
-    def _separated(self, part: Part) -> str:
-        tag = self._rules.add(one_of(map(self._tag, part["tags"])))
-        more = "" if part.get("stop_after_first") else f" ({literal(part['separator'])} {tag})*"
-        return self._rules.add(f"{tag}{more}" if part.get("at_least_one") else f"({tag}{more})?")
+    def _token_triggered(self, tag: Tag) -> Part:
+        excluded = [*tag["trigger_tokens"], *tag.get("exclude_tokens", ())]
+        text = self._tokens_but({"type": "any_tokens", "exclude_tokens": excluded}).body
+        tags = self._rules.named(self._rules.alternatives(list(map(self._tag, tag["tags"]))))
+        is_single, is_needed = bool(tag.get("stop_after_first")), bool(tag.get("at_least_one"))
+        return self._several(f"{text} {tags}", text, is_single=is_single, is_needed=is_needed)
 
-    def _dispatch(self, part: Part) -> str:
-        patterns, excludes = [pattern for pattern, _ in part["rules"]], part.get("excludes", ())
-        pieces = []
-        for pattern, of in part["rules"]:
-            others = [other for other in patterns if other != pattern]
-            pieces.append(f"{self._text_until([pattern], [*excludes, *others])} {self._part(of)}")
-        tail = self._any_text({"excludes": [*patterns, *excludes]})
-        return self._repeated(one_of(pieces), {"stop_after_first": not part.get("loop", True)}, tail)
+    def _several(self, piece: str, tail: str, *, is_single: bool, is_needed: bool) -> Part:
+        if not piece:
+            raise refusal("a structural tag has no tags")
+        if is_single:
+            return Part(self._rules.add(piece if is_needed else f"({piece}) | {tail}"), is_expression=False)
+        return Part(self._rules.add(f"({piece}){'+' if is_needed else '*'} {tail}"), is_expression=False)
 
-    def _times(self, part: Part) -> str:
-        inner = self._part(part["content"])
-        if part["type"] == "repeat":
-            least, most = int(part["min"]), int(part["max"])
-            return self._rules.add(f"({inner}){{{least},{'' if most == -1 else most}}}" if most else '""')
-        return self._rules.add(f"({inner})" + {"optional": "?", "plus": "+", "star": "*"}[part["type"]])
+    def _separated(self, tag: Tag) -> Part:
+        one = self._rules.alternatives(list(map(self._tag, tag["tags"])))
+        each = one
+        if not tag.get("stop_after_first"):
+            more = repeated(self._rules.sequence([Part(literal(tag["separator"])), one]), "*")
+            each = self._rules.sequence([one, more])
+        return each if tag.get("at_least_one") else repeated(each, "?")
 
-    def _either(self, part: Part) -> str:
-        return self._rules.add(one_of(map(self._part, part["elements"])))
+    def _times(self, tag: Tag) -> Part:
+        inner = self._part(tag["content"])
+        if tag["type"] != "repeat":
+            return repeated(inner, {"optional": "?", "plus": "+", "star": "*"}[tag["type"]])
+        least, most = int(tag["min"]), int(tag["max"])
+        if least < 0 or most < -1 or -1 < most < least:
+            raise refusal(f"nothing can repeat {least} to {most} times")
+        return repeated(inner, f"{{{least},{'' if most == -1 else most}}}") if most else Part('""')
+
+    def _either(self, tag: Tag) -> Part:
+        if not tag["elements"]:
+            raise refusal("or has no elements")
+        return self._rules.alternatives(list(map(self._part, tag["elements"])))
 
 
-_WRITERS: dict[str, Callable[[TagRules, Part], str]] = {
-    "const_string": lambda tags, part: literal(part["value"]),
+_WRITERS: dict[str, Callable[[TagRules, Tag], Part]] = {
+    "const_string": lambda tags, tag: Part(literal(tag["value"])),
     "json_schema": TagRules._schema,
-    "regex": lambda tags, part: tags._rules.terminal(slashed(without_anchors(part["pattern"]))),
-    "grammar": lambda tags, part: gbnf_rules(tags._rules, part["grammar"]),
+    "regex": lambda tags, tag: tags._rules.expression(without_anchors(tag["pattern"])),
+    "grammar": lambda tags, tag: gbnf_part(tags._rules, tag["grammar"]),
     "any_text": TagRules._any_text,
     "sequence": TagRules._sequence,
     "or": TagRules._either,
@@ -156,7 +183,7 @@ _WRITERS: dict[str, Callable[[TagRules, Part], str]] = {
 
 
 def _text(excludes: Sequence[str], max_chars: int | None) -> str:
-    """Returns the terminal of the texts without `excludes`."""
+    """Returns the expression of the texts without `excludes`."""
     text = _ANY_TEXT if max_chars is None else f"/(?s:.){{0,{int(max_chars)}}}/"
     if not excludes:
         return text
@@ -164,38 +191,30 @@ def _text(excludes: Sequence[str], max_chars: int | None) -> str:
     return f"{text} & ~{slashed(f'(?s:.*)({excluded})(?s:.*)')}"
 
 
-def _current_form(tag: Part) -> Part:
+def _current_form(tag: Tag) -> Tag:
     """Returns `tag`; the older form, which has `structures`, becomes the form of today."""
     if "structures" not in tag:
         return tag
-    tags = [{**each, "content": _json(each["schema"])} for each in tag["structures"]]
+    tags = [{**each, "content": {"type": "json_schema", "json_schema": each["schema"]}} for each in tag["structures"]]
     return {"format": {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}}
 
 
-def _check_unlimited(part: Part) -> None:
-    if part.get("max_tokens") is not None:
-        raise _refusal("max_tokens of a text is not supported: use max_chars")
+def _check_unlimited(tag: Tag) -> None:
+    if tag.get("max_tokens") is not None:
+        raise refusal("max_tokens of a text is not supported: use max_chars")
 
 
-def _refusal(reason: str) -> InvalidRequestError:
-    return InvalidRequestError(f"the grammar cannot be used: {reason}")
-
-
-def _boundary(mark: str | Part) -> Part:
+def _boundary(mark: str | Tag) -> Tag:
     return {"type": "const_string", "value": mark} if isinstance(mark, str) else mark
 
 
-def _either_of(parts: Sequence[Part]) -> Part:
-    return parts[0] if len(parts) == 1 else {"type": "or", "elements": parts}
+def _either_of(tags: Sequence[Tag]) -> Tag:
+    return tags[0] if len(tags) == 1 else {"type": "or", "elements": tags}
 
 
-def _constants(part: Part) -> list[str]:
-    """Returns the texts that `part` allows if it lists them; else []."""
-    if part.get("type") == "const_string":
-        return [part["value"]]
-    each = [_constants(option) for option in part["elements"]] if part.get("type") == "or" else []
+def _constants(tag: Tag) -> list[str]:
+    """Returns the texts that `tag` allows if it lists them; else []."""
+    if tag.get("type") == "const_string":
+        return [tag["value"]]
+    each = [_constants(option) for option in tag["elements"]] if tag.get("type") == "or" else []
     return [text for texts in each for text in texts] if all(each) else []
-
-
-def _json(schema: Part) -> Part:
-    return {"type": "json_schema", "json_schema": schema}

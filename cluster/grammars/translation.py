@@ -6,34 +6,34 @@ import json
 from typing import Any
 
 from cluster.constraints import Grammar
-from cluster.errors import InvalidRequestError
-from cluster.grammars.gbnf import gbnf_rules
+from cluster.grammars.gbnf import gbnf_part
 from cluster.grammars.json_rules import JsonRules
-from cluster.grammars.rules import Rules, slashed, without_anchors
+from cluster.grammars.rules import Part, Rules, refusal, without_anchors
 from cluster.grammars.tag_rules import TagRules
 from cluster.grammars.vocabulary import Vocabulary
 
 
-def write_rules(rules: Rules, grammar: Grammar, vocabulary: Vocabulary) -> str:
-    """Adds the rules of `grammar`. Returns the name of the start. Raises InvalidRequestError if it is not valid."""
+def to_lark(grammar: Grammar, vocabulary: Vocabulary) -> str:
+    """Returns the rules of `grammar`. Raises InvalidRequestError if it is not valid."""
+    rules = Rules()
     try:
-        return _start(rules, grammar, vocabulary)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:  # a part of the wrong form
-        raise InvalidRequestError(
-            f"the grammar cannot be used: it has a part of the wrong form ({error!r})"[:200]
-        ) from error
+        return rules.text(_start(rules, grammar, vocabulary))
+    except KeyError as error:
+        raise refusal(f"a part of it has no {str(error)[:64]}") from error
+    except (AttributeError, OverflowError, TypeError, ValueError) as error:
+        raise refusal("a part of it has the wrong type") from error
     except RecursionError:
-        raise InvalidRequestError("the grammar cannot be used: it is nested too deep") from None
+        raise refusal("it is nested too deep") from None
 
 
-def _start(rules: Rules, grammar: Grammar, vocabulary: Vocabulary) -> str:
+def _start(rules: Rules, grammar: Grammar, vocabulary: Vocabulary) -> Part:
     match grammar.form:
         case "json_schema":
             return JsonRules(rules, _parsed(grammar.text)).write()
         case "regex":
-            return rules.terminal(slashed(without_anchors(grammar.text)))
+            return rules.expression(without_anchors(grammar.text))
         case "ebnf":
-            return gbnf_rules(rules, grammar.text)
+            return gbnf_part(rules, grammar.text)
     return TagRules(rules, vocabulary).write(_parsed(grammar.text))
 
 
@@ -41,7 +41,7 @@ def _parsed(text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except ValueError as error:
-        raise InvalidRequestError(f"the grammar cannot be used: it should be JSON ({error})") from error
+        raise refusal(f"it should be JSON ({error})") from error
     if not isinstance(found, dict):
-        raise InvalidRequestError("the grammar cannot be used: it should be an object")
+        raise refusal("it should be an object")
     return found

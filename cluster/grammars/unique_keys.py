@@ -136,6 +136,10 @@ class UniqueKeys:
     def error(self) -> str | None:
         return self._matcher.error
 
+    @property
+    def refusal(self) -> str | None:
+        return self._matcher.refusal
+
     def rollback(self, num_tokens: int, /) -> None:
         self._matcher.rollback(num_tokens)
         del self._places[len(self._places) - num_tokens :]

@@ -109,6 +109,7 @@ def renamed(error: InvalidRequestError) -> InvalidRequestError:
     if name is None:
         return error
     message = error.message.replace("response_format.json_schema", "text.format", 1)
+    message = message.replace("response_format", "text.format", 1)
     return type(error)(message.replace(error.param or "", name, 1), param=name.partition(".")[0])
 
 
@@ -131,4 +132,6 @@ def _response_format(text: dict[str, Any]) -> object:
         raise InvalidRequestError(f"text.format should be an object (got {excerpt(form)})", param="text")
     if form.get("type") != "json_schema":
         return form
+    if "schema" not in form:
+        raise InvalidRequestError("text.format.schema is required", param="text")
     return {"type": "json_schema", "json_schema": {name: value for name, value in form.items() if name != "type"}}

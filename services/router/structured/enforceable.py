@@ -186,7 +186,7 @@ class _Translation:
         if not values:
             raise SchemaError(at(path, keyword), "allows no value")
         if not all(map(has_exact_numbers, values)):
-            raise SchemaError(at(path, keyword), "has an integer of more than 64 bits, which cannot be enforced")
+            raise SchemaError(at(path, keyword), "has a number of more than 64 bits, which cannot be enforced")
         distinct = list({key_of(value): value for value in values}.values())
         return {"const": distinct[0]} if keyword == "const" else {"enum": distinct}
 

@@ -15,6 +15,7 @@ from re import _constants as ops  # type: ignore[attr-defined]
 from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any
 
+from cluster.grammars.rules import MAX_OPERATORS, num_operators
 from services.router.structured.expressions import (
     NOTHING,
     PLAIN,
@@ -87,6 +88,8 @@ def rewrite(pattern: str) -> Pattern:
     node = simplified(_sequence(list(parsed), is_first=True, is_last=True))
     if node == NOTHING:
         raise PatternError("has no text that a JSON string can spell without escapes")
+    if num_operators(written(node)) > MAX_OPERATORS:
+        raise PatternError(f"has more than {MAX_OPERATORS} classes, repetitions and groups")
     return Pattern(node)
 
 

@@ -6,13 +6,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from cluster.grammars.numbers import max_decimals
 from services.router.structured.errors import SchemaError, at
 from services.router.structured.formats import PATTERNS, UNCHECKED
 from services.router.structured.patterns import Pattern, PatternError, rewrite
 
-MAX_LENGTH = 2**20  # characters of a string
+MAX_COUNT = 2**20  # characters, items or properties
+_MAX_LEAST_LENGTH = 4096  # characters of a string that has to match an expression
 _MAX_NUMBER = 2**53  # beyond it many JSON parsers merge neighbouring integers
-_SMALLEST_RANGE = 1e-5  # grammars write bounded numbers with six decimals
 
 
 def string(schema: Mapping[str, Any], path: str) -> dict[str, Any]:
@@ -30,7 +31,9 @@ def texts_of(schema: Mapping[str, Any], path: str) -> list[str] | None:
     """Returns the strings that `schema` allows; None if there are many. Raises SchemaError."""
     pattern, shortest, longest = _limits(schema, path)
     texts = None if pattern is None else pattern.texts()
-    return None if texts is None else [text for text in texts if shortest <= len(text) <= (longest or len(text))]
+    if texts is None:
+        return None
+    return [text for text in texts if shortest <= len(text) and (longest is None or len(text) <= longest)]
 
 
 def _limits(schema: Mapping[str, Any], path: str) -> tuple[Pattern | None, int, int | None]:
@@ -50,9 +53,8 @@ def _limits(schema: Mapping[str, Any], path: str) -> tuple[Pattern | None, int, 
             longest = None
         if shortest <= least:
             shortest = 0
-    for keyword, length in (("minLength", shortest), ("maxLength", longest or 0)):
-        if length > MAX_LENGTH:
-            raise SchemaError(at(path, keyword), f"should be at most {MAX_LENGTH}")
+        if shortest > _MAX_LEAST_LENGTH:
+            raise SchemaError(at(path, "minLength"), f"should be at most {_MAX_LEAST_LENGTH} with a {what}")
     return pattern, shortest, longest
 
 
@@ -107,9 +109,10 @@ def number(schema: Mapping[str, Any], path: str) -> dict[str, Any]:
         raise SchemaError(at(path, _lower_bound(schema)), "leaves no number up to the maximum")
     if low == high and low not in (bounds.get("exclusiveMinimum"), bounds.get("exclusiveMaximum")):
         return {"const": low}
-    if high - low < _SMALLEST_RANGE:
+    smallest = 10 * 10.0 ** -max_decimals(bounds)
+    if high - low < smallest:
         raise SchemaError(
-            at(path, _lower_bound(schema)), f"leaves a range smaller than {_SMALLEST_RANGE:g}, which cannot be enforced"
+            at(path, _lower_bound(schema)), f"leaves a range smaller than {smallest:g}, which cannot be enforced"
         )
     return {"type": "number", **bounds}
 
@@ -144,4 +147,6 @@ def count(schema: Mapping[str, Any], keyword: str, path: str) -> int | None:
         value = int(value)
     if keyword in schema and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
         raise SchemaError(at(path, keyword), "should be an integer of at least 0")
+    if value is not None and value > MAX_COUNT:
+        raise SchemaError(at(path, keyword), f"should be at most {MAX_COUNT}")
     return value

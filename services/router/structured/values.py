@@ -6,6 +6,7 @@ Keywords that are malformed are ignored here: they are refused where the schema 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,7 +37,11 @@ def has_type(value: object, types: frozenset[str] | set[str]) -> bool:
     """Returns whether `value` has one of `types`."""
     found = type_of(value)
     return found in types or (
-        found == "number" and "integer" in types and isinstance(value, int | float) and value == int(value)
+        found == "number"
+        and "integer" in types
+        and isinstance(value, int | float)
+        and math.isfinite(value)
+        and value == int(value)
     )
 
 
@@ -54,11 +59,13 @@ def key_of(value: object) -> str:
 
 
 def has_exact_numbers(value: object) -> bool:
-    """Returns whether all integers within `value` have at most 64 bits."""
+    """Returns whether all numbers within `value` are finite, and integers have at most 64 bits."""
     if isinstance(value, Mapping):
         return all(map(has_exact_numbers, value.values()))
     if isinstance(value, list):
         return all(map(has_exact_numbers, value))
+    if isinstance(value, float):
+        return math.isfinite(value)
     return not isinstance(value, int) or -(2**63) <= value < 2**63
 
 

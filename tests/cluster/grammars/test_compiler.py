@@ -13,6 +13,7 @@ import torch
 from cluster.config import Config
 from cluster.constraints import Grammar
 from cluster.errors import InvalidRequestError, OutriderError, OverloadedError
+from cluster.grammars import matching
 from cluster.grammars.compiler import GrammarCompiler
 from cluster.grammars.matcher import CompiledGrammar, Matcher
 from cluster.model_folder import resolve_model_folder
@@ -69,7 +70,8 @@ UNUSABLE = (
     (Grammar("json_schema", '{"type": "nonsense"}'), "nonsense"),
     (Grammar("structural_tag", "{}"), "cannot be used"),
     (Grammar("structural_tag", '{"format": {"type": "nonsense"}}'), "nonsense"),
-    (Grammar("ebnf", 'root ::= a\na ::= "x" | a a | a a a'), "ambiguous"),
+    (Grammar("regex", "a?" * 1001), "operators"),
+    (Grammar("ebnf", "root ::= root"), "no text"),
     (Grammar("json_schema", '{"type": "string", "format": "date"}'), "format"),
 )
 
@@ -162,6 +164,7 @@ def test_a_deep_schema_is_taken_or_refused() -> None:
     assert accepts(following, "a")
 
 
+CONSTANT = {text: {"type": "const_string", "value": text} for text in ("a", "ab", "bc", "x")}
 TAG = {"begin": "<a>", "content": {"type": "regex", "pattern": "[0-9]+"}, "end": "</a>"}
 
 
@@ -190,6 +193,17 @@ TAG = {"begin": "<a>", "content": {"type": "regex", "pattern": "[0-9]+"}, "end":
         ({"type": "tags_with_separator", "separator": ";", "tags": [TAG]}, ["", "<a>1</a>;<a>2</a>"], ["<a>1</a>;"]),
         ({"type": "dispatch", "rules": [["q:", {"type": "regex", "pattern": "[0-9]"}]]}, ["x", "x q:1 y"], ["q:x"]),
         ({"type": "any_text", "excludes": ["no"], "max_chars": 4}, ["yes", ""], ["nono", "long text"]),
+        ({"type": "tag", **TAG, "content": {"type": "regex", "pattern": ".*"}}, ["<a>x</a>", "<a></a>"], ["<a>x"]),
+        (
+            {"type": "sequence", "elements": [{"type": "any_text"}, {"type": "regex", "pattern": "[0-9]"}]},
+            ["ab1", "1"],
+            ["ab"],
+        ),
+        (
+            {"type": "star", "content": {"type": "or", "elements": [CONSTANT[text] for text in ("a", "ab", "bc")]}},
+            ["abc", "abab", ""],
+            ["c"],
+        ),
         (
             {"type": "repeat", "min": 1, "max": 2, "content": {"type": "const_string", "value": "a"}},
             ["a", "aa"],
@@ -217,6 +231,57 @@ def test_the_formats_of_structural_tags(part: dict[str, Any], texts: list[str], 
     (grammar,) = run(Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": part})))
     assert [text for text in texts if not accepts(grammar, text)] == []
     assert [text for text in others if accepts(grammar, text)] == []
+
+
+@pytest.mark.parametrize(
+    ("part", "reason"),
+    [
+        ({"type": "or", "elements": []}, "no elements"),
+        ({"type": "tag", **TAG, "end": []}, "no elements"),
+        ({"type": "tag", "begin": "<a>", "content": CONSTANT["x"]}, "no 'end'"),
+        ({"type": "triggered_tags", "triggers": ["<b"], "tags": [TAG]}, "no trigger begins"),
+        ({"type": "repeat", "min": 5, "max": 2, "content": CONSTANT["x"]}, "5 to 2"),
+        ({"type": "any_text", "max_tokens": 4}, "max_tokens"),
+        ({"type": "json_schema", "json_schema": {}, "style": "qwen_xml"}, "style"),
+        (
+            {"type": "sequence", "elements": [{"type": "any_text"}, {"type": "json_schema", "json_schema": {}}]},
+            "any_text",
+        ),
+        ("text", "wrong type"),
+    ],
+)
+def test_tags_that_mean_nothing_are_refused(part: Any, reason: str) -> None:
+    (refused,) = run(Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": part})))
+    assert isinstance(refused, InvalidRequestError), refused
+    assert reason in refused.message
+
+
+def test_a_text_of_any_tokens_has_no_end_token() -> None:
+    sequence = {"type": "sequence", "elements": [{"type": "any_tokens"}, CONSTANT["x"]]}
+    (grammar,) = run(Grammar("structural_tag", json.dumps({"format": sequence})))
+    assert isinstance(grammar, CompiledGrammar), grammar
+    bits = torch.empty(1, -(-TOKENIZER.vocab_size // 32), dtype=torch.int32)
+    grammar.new_matcher().fill_next_token_bitmask(bits, 0)
+    assert not int(bits[0, 0]) >> END & 1
+
+
+def test_requests_of_a_grammar_do_not_share_what_they_may_take() -> None:
+    """A text that takes all states of the expressions leaves a later request all of its own."""
+    schema = {"type": "string", "pattern": "[a-z ]*[a-m][a-z ]{5}[n-z][a-z ]*", "maxLength": 60000}
+    first, second = run(*[Grammar("json_schema", json.dumps(schema))] * 2)
+    counts = []
+    for grammar in (first, second):
+        assert isinstance(grammar, CompiledGrammar), grammar
+        matcher, count = grammar.new_matcher(), 0
+        bits = torch.empty(1, -(-TOKENIZER.vocab_size // 32), dtype=torch.int32)
+        tokens = TOKENIZER.encode('"' + "the quick brown fox jumps over the lazy dog " * 40, add_special_tokens=False)
+        for token in tokens:
+            matcher.fill_next_token_bitmask(bits, 0)
+            if matcher.error is not None or not matcher.accept_token(token):
+                break
+            count += 1
+        counts.append(count)
+    assert counts[0] == counts[1] > 100
 
 
 def test_the_older_form_of_structural_tags() -> None:
@@ -254,10 +319,11 @@ def with_compiler(loop: BackgroundLoop) -> Iterator[WithCompiler]:
     loop.run(compiler.close())
 
 
-def test_each_is_compiled_once(with_compiler: WithCompiler) -> None:
+def test_each_request_has_states_of_its_own(with_compiler: WithCompiler) -> None:
     async def use(compiler: GrammarCompiler) -> None:
         first, second = [await compiler.compile(Grammar("regex", "once")) for _ in range(2)]
-        assert first is second
+        assert first is not second
+        assert first.written == second.written
 
     with_compiler(use)
 
@@ -310,8 +376,9 @@ def test_who_leaves_while_a_grammar_compiles_costs_the_others_nothing(with_compi
     with_compiler(use)
 
 
-def test_a_limit_that_only_drafts_exceed_ends_nothing() -> None:
+def test_a_limit_that_only_drafts_exceed_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The matcher of a text that exceeds the limits is of use again for shorter texts."""
+    monkeypatch.setattr(matching, "_MAX_ITEMS", 100)
     (grammar,) = run(Grammar("ebnf", 'root ::= "x" a | [0-9]+\na ::= [a-z] | a a'))
     assert isinstance(grammar, CompiledGrammar), grammar
     matcher = grammar.new_matcher()

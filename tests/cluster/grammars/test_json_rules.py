@@ -61,6 +61,12 @@ CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"type": "array", "minItems": 2, "maxItems": 100_000, "items": INTEGER}, ["[1, 2]", "[1, 2, 3]"], ["[1]"]),
     ({"type": "array", "maxItems": 1, "items": INTEGER}, ["[]", "[1]"], ["[1, 2]"]),
     ({"type": "array", "maxItems": 0, "items": {}}, ["[]"], ["[1]"]),
+    (
+        {"anyOf": [{"enum": ["low", "high"]}, {"type": "string", "maxLength": 1000}]},
+        ['"low"', '"lower it"', '"' + "x" * 1000 + '"'],
+        ['"' + "x" * 1001 + '"'],
+    ),
+    ({"type": "string", "minLength": 300, "maxLength": 700}, ['"' + "é" * n + '"' for n in (300, 512, 700)], ['"xx"']),
     ({"anyOf": KINDS}, ['{"k": "a", "x": 1}', '{"k": "a", "y": 1}', '{"k": "b", "y": 1}'], ['{"k": "b", "x": 1}']),
     (
         {"enum": [1, 1.5, 'a"', None, True, [1, 2], {"a": []}]},
