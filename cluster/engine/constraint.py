@@ -34,7 +34,7 @@ class TokenConstraint:
         end_token_ids: Iterable[int],
     ) -> None:
         self.error: InvalidRequestError | None = None  # the reason why the sequence cannot continue
-        self.seconds = 0.0  # processor time taken; the scheduling counts it down
+        self.seconds = 0.0  # processor time of the calls, less what `grammar_turns` has let pass for it
         self._min_tokens = constraints.min_tokens
         self._bad_words = constraints.bad_words
         self._matcher = matcher
@@ -122,9 +122,9 @@ class TokenConstraint:
         with self._timed():
             self._check()
             if self.error is None and not self._push(token):
-                refusal = None if self._matcher is None else self._matcher.refusal
+                limit = None if self._matcher is None else self._matcher.refused_because
                 reason = "the constraints of the request allow no next token"
-                self.error = InvalidRequestError(reason if refusal is None else _CANNOT_FOLLOW + refusal)
+                self.error = InvalidRequestError(reason if limit is None else _CANNOT_FOLLOW + limit)
         return self.error is None
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Compiles the grammars of requests: one at a time, the shortest first. Refusals are kept too."""
+"""Compiles the grammars of requests one at a time, short ones first."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ if TYPE_CHECKING:
 _MAX_KEPT_CHARACTERS = 64 * 2**20  # of rules
 _MAX_REFUSED = 1024
 _MAX_WAITING = 64
-_PATIENCE = 2048  # characters by which a grammar may be longer for each that has come after it, and still be next
+_PATIENCE = 2048  # characters
 
 
 class GrammarCompiler:
     """Compiles in a thread; belongs to one event loop.
 
-    The time that a grammar takes grows with its text, so that long ones delay a short one by one turn. A grammar's
-    rules are written and tried once, and compiled for each request.
+    The time that a grammar takes grows with its text, so short grammars go first. Each later arrival adds `_PATIENCE`
+    characters to its place, so that long ones are not starved. Rules and refusals are cached. Rules are compiled for
+    each call; calls that wait for the same grammar share the result.
     """
 
     def __init__(self, folder: Path, vocab_size: int, end_token_ids: Sequence[int]) -> None:
@@ -87,7 +88,7 @@ class GrammarCompiler:
 
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
         # Imported at the first grammar: workers without grammars do not need it.
-        from cluster.grammars.matching import compiled, write_rulebook
+        from cluster.grammars.matching import compile_rulebook, write_rulebook
         from cluster.grammars.vocabulary import Vocabulary
 
         if self._vocabulary is None:
@@ -96,7 +97,7 @@ class GrammarCompiler:
         self._kept[grammar] = rulebook
         while len(self._kept) > 1 and sum(len(kept.rules) for kept in self._kept.values()) > _MAX_KEPT_CHARACTERS:
             self._kept.popitem(last=False)
-        return compiled(rulebook, self._vocabulary)
+        return compile_rulebook(rulebook, self._vocabulary)
 
 
 def _hash(grammar: Grammar) -> bytes:

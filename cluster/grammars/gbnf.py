@@ -1,4 +1,4 @@
-"""Writes the rules of a grammar in GBNF, the form of llama.cpp and xgrammar, whose start is `root`."""
+"""Translates GBNF, the grammar format of llama.cpp and xgrammar, into rules. The start is `root`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
-from cluster.grammars.rules import Part, Rules, literal, refusal, repeated, slashed
+from cluster.grammars.rules import Part, Rules, invalid_grammar, literal, repeated, slashed
 
 _MAX_DEPTH = 64
 _MAX_SIGNS = 4000  # llguidance takes up to a second for them
@@ -29,8 +29,8 @@ _SHORT = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "b": "\b", "v": "\v", "0":
 def gbnf_part(rules: Rules, text: str) -> Part:
     """Adds the rules of `text` to `rules`. Returns the start.
 
-    Parts that do not lead to recursion are expressions. Before a part that does, they take the longest text that they
-    match. Raises InvalidRequestError.
+    Rules without recursion become expressions. Directly before a recursive rule, such an expression takes the longest
+    text that it matches. Raises InvalidRequestError.
     """
     return _Grammar(rules, text).write()
 
@@ -43,20 +43,20 @@ class _Grammar:
         for found in _tokens(text):
             if found["defines"]:
                 if found["name"] in self._bodies:
-                    raise refusal(f"it defines the rule {found['name'][:64]} twice")
+                    raise invalid_grammar(f"it defines the rule {found['name'][:64]} twice")
                 body = self._bodies[found["name"]] = []
             elif body is None:
-                raise refusal("it should begin with a rule, such as root ::= ...")
+                raise invalid_grammar("it should begin with a rule, such as root ::= ...")
             else:
                 body.append(found)
         if sum(not (found["name"] or found["text"]) for body in self._bodies.values() for found in body) > _MAX_SIGNS:
-            raise refusal(f"it has more than {_MAX_SIGNS} classes, repetitions, parentheses and alternatives")
+            raise invalid_grammar(f"it has more than {_MAX_SIGNS} classes, repetitions, parentheses and alternatives")
         self._parts: dict[str, Part] = {}  # by the names of rules
 
     def write(self) -> Part:
         references = {name: {found["name"] for found in body if found["name"]} for name, body in self._bodies.items()}
         for name in {"root"}.union(*references.values()) - references.keys():
-            raise refusal(f"it has no rule {name[:64]}")
+            raise invalid_grammar(f"it has no rule {name[:64]}")
         users: dict[str, list[str]] = {name: [] for name in references}
         for name, used in references.items():
             for each in used:
@@ -75,7 +75,7 @@ class _Grammar:
         recursive = [name for name in self._bodies if name not in self._parts]
         self._parts |= {name: Part(self._rules.new_name(), is_expression=False) for name in recursive}
         for name in recursive:
-            self._rules.add(self._rules.named(self._read(name)), self._parts[name].body)
+            self._rules.add(self._rules.reference(self._read(name)), self._parts[name].body)
         return self._parts["root"]
 
     def _read(self, name: str) -> Part:
@@ -83,13 +83,13 @@ class _Grammar:
         tokens.reverse()
         part = self._alternatives(tokens, 0)
         if tokens:
-            raise refusal(f"the rule {name[:64]} has {tokens[-1][0]} at the wrong place")
+            raise invalid_grammar(f"the rule {name[:64]} has {tokens[-1][0]} at the wrong place")
         return part
 
     def _alternatives(self, tokens: list[re.Match[str]], depth: int) -> Part:
         """Reads the alternatives at the end of `tokens`, which come in reverse order."""
         if depth > _MAX_DEPTH:
-            raise refusal(f"it has more than {_MAX_DEPTH} parentheses within each other")
+            raise invalid_grammar(f"it has more than {_MAX_DEPTH} parentheses within each other")
         options = [self._sequence(tokens, depth)]
         while tokens and tokens[-1]["sign"] == "|":
             tokens.pop()
@@ -103,10 +103,10 @@ class _Grammar:
             if found["sign"] == "(":
                 parts.append(self._alternatives(tokens, depth + 1))
                 if not tokens or tokens.pop()["sign"] != ")":
-                    raise refusal("a parenthesis is not closed")
+                    raise invalid_grammar("a parenthesis is not closed")
             elif found["times"] or found["sign"] in ("*", "+", "?"):
                 if not parts:
-                    raise refusal(f"{found[0]} has nothing before it to repeat")
+                    raise invalid_grammar(f"{found[0]} has nothing before it to repeat")
                 part = parts.pop()
                 if not (found["times"] and _NONE.fullmatch(found["times"])):
                     parts.append(repeated(part, found[0]))
@@ -121,7 +121,7 @@ def _tokens(text: str) -> Iterator[re.Match[str]]:
         found = _TOKEN.match(text, position)
         if found is None:
             line = text.count("\n", 0, position) + 1
-            raise refusal(f"line {line} has {text[position : position + 20]!r}, which is not GBNF")
+            raise invalid_grammar(f"line {line} has {text[position : position + 20]!r}, which is not GBNF")
         position = found.end()
         if found.lastgroup is not None:
             yield found
@@ -140,7 +140,7 @@ def _characters(text: str) -> Iterator[tuple[str, bool]]:
         code = next((chr(int(code, 16)) for code in codes if code and int(code, 16) < sys.maxunicode + 1), "")
         character = plain or code or (_SHORT.get(short, "" if short.isalnum() else short) if short else "")
         if not character or "\ud800" <= character <= "\udfff":
-            raise refusal(f"it has the unknown escape {found[0]}")
+            raise invalid_grammar(f"it has the unknown escape {found[0]}")
         yield character, bool(plain)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cluster.grammars.numbers import INTEGER, NUMBER, integers, numbers
-from cluster.grammars.rules import BLANKS, Part, Rules, literal, one_of, refusal, slashed
+from cluster.grammars.rules import BLANKS, Part, Rules, invalid_grammar, literal, one_of, slashed
 
 Schema = Mapping[str, Any]
 
@@ -49,7 +49,7 @@ class JsonRules:
         self._any = ""
 
     def write(self) -> Part:
-        """Returns the whole text. Raises InvalidRequestError for an unknown keyword or type."""
+        """Returns the start. Raises InvalidRequestError if the schema is unsupported, too large or allows no value."""
         found = self._value({name: inner for name, inner in self._schema.items() if name != "$defs"})
         return Part(found, is_expression=False)
 
@@ -68,10 +68,10 @@ class JsonRules:
         kind = schema.get("type")
         for keyword in schema.keys() - {"type"}:
             if keyword not in _KEYWORDS.get(str(kind), ()):
-                raise refusal(f"a schema of type {kind} has no {keyword}")
+                raise invalid_grammar(f"{keyword} is not supported in a schema of type {kind}")
         write = self._writers().get(str(kind))
         if write is None:
-            raise refusal(f"no schema has the type {kind}")
+            raise invalid_grammar(f"a schema has the unknown type {kind}")
         return write(schema)
 
     def _writers(self) -> dict[str, Callable[[Schema], str]]:
@@ -88,7 +88,7 @@ class JsonRules:
     def _string(self, schema: Schema) -> str:
         least, most = schema.get("minLength", 0), schema.get("maxLength")
         if "pattern" in schema or max(least, most or 0) <= _CHUNK:
-            return self._rules.terminal(self._short_string(schema))
+            return self._rules.terminal(self._string_expression(schema))
         # An expression would have a state for each character. All long strings share the chunks that count them.
         first, begin = divmod(least, _CHUNK)
         last, end = (None, None) if most is None else divmod(most, _CHUNK)
@@ -101,8 +101,8 @@ class JsonRules:
             options.append(self._chunks(last, last, 0, end))
         return self._rules.add(one_of(options))
 
-    def _short_string(self, schema: Schema) -> str:
-        """Returns the terminal of a string."""
+    def _string_expression(self, schema: Schema) -> str:
+        """Returns the expression of a string."""
         least, most = schema.get("minLength", 0), schema.get("maxLength")
         if "pattern" not in schema:
             length = _times(least, most) if least or most is not None else "*"
@@ -183,9 +183,10 @@ class JsonRules:
         """Returns the rule of `properties`, each with whether it is required, and then `others`."""
         num_counted = max(1, least) if most is None else most
         if num_counted > 1 and len(properties) * min(num_counted, len(properties)) > _MAX_COUNTED:
-            raise refusal(f"it has to count {num_counted} of {len(properties)} properties")
-        # From the last property to the first, as they may be more than Python can nest. `some` has the rules of one or
-        # more of the members from here on, by the number of members before, up to the highest that makes a difference.
+            raise invalid_grammar(f"it has to count {num_counted} of {len(properties)} properties")
+        # Writes rules from the last property to the first, as recursion could exceed Python's limit. `some[n]` is the
+        # rule of at least one property from this one on, if n come before it; None if that is impossible. Numbers above
+        # `num_counted` are treated alike.
         counts = range(min(len(properties), num_counted) + 1)
         some = [
             None
@@ -207,7 +208,7 @@ class JsonRules:
             can_end = can_end and not is_required
         found = self._any_of(some[:1], can_end and not least)
         if found is None:
-            raise refusal("a schema allows no value")
+            raise invalid_grammar("a schema allows no value")
         return found
 
     def _any_of(self, options: Sequence[str | None], can_be_empty: bool) -> str | None:
@@ -229,7 +230,7 @@ class JsonRules:
     def _other_property(self, schema: Schema) -> str | None:
         """Returns the rule of a property that `properties` does not have; None: there are none."""
         others, names = schema.get("additionalProperties", True), schema.get("properties", ())
-        key = self._short_string(schema.get("propertyNames", {}))
+        key = self._string_expression(schema.get("propertyNames", {}))
         if names:
             # Without escapes: otherwise a key might be a name in another spelling.
             key = slashed(f'"{_UNESCAPED}*"') + f" & ~({one_of(literal(_json(name)) for name in names)})"

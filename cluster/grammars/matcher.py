@@ -1,4 +1,4 @@
-"""Interface between engines and grammars: the state of a text in its grammar. Its imports are fast."""
+"""Interface between engines and grammars: the state of a text in its grammar. Does not import llguidance."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Matcher(Protocol):
         """Returns the limit that the text exceeds, so that no token can follow; None if it exceeds none."""
 
     @property
-    def refusal(self) -> str | None:
-        """Returns the limit for which a token was refused; None if there was none."""
+    def refused_because(self) -> str | None:
+        """Returns the limit that made the last `accept_token` fail; None if the grammar forbids the token."""
 
     def accept_token(self, token_id: int, /) -> bool: ...
 

@@ -1,4 +1,7 @@
-"""Compiles grammars, and matches texts with them. What a grammar may take is counted in steps, not in seconds."""
+"""Compiles grammars with llguidance, and matches texts with them.
+
+Limits count items of the parser and states of the lexer, so that they are the same on every machine.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from llguidance import LLMatcher, LLParserLimits
 
 from cluster.constraints import Grammar
 from cluster.grammars.matcher import CompiledGrammar, Matcher
-from cluster.grammars.rules import refusal
+from cluster.grammars.rules import invalid_grammar
 from cluster.grammars.translation import to_lark
 from cluster.grammars.unique_keys import UniqueKeys
 from cluster.grammars.vocabulary import Vocabulary
@@ -36,7 +39,7 @@ _starting = threading.Lock()  # the size of stacks is a setting of the process
 
 @dataclass(frozen=True, slots=True)
 class Rulebook:
-    """A grammar as llguidance takes it, which a new matcher compiles within some milliseconds."""
+    """The rules of a grammar in llguidance's form. To compile them takes milliseconds, and a second at most."""
 
     rules: str
     has_keys: bool  # a JSON text, in which keys may not repeat
@@ -74,14 +77,15 @@ class GrammarMatcher:
         self._ends = vocabulary.end_token_ids
         self._token_ids: list[int] = []  # without the end
         self._has_ended = False
-        self.refusal: str | None = None  # the limit for which the last token was refused
-        self._failed: tuple[int, str] | None = None  # the length of a text that exceeds the limits, and the reason
+        self.refused_because: str | None = None
+        self._failed: dict[tuple[int, ...], str] = {}  # reasons by the texts that exceed the limits
 
     @property
     def error(self) -> str | None:
-        return None if self._failed is None else self._failed[1]
+        return self._failed.get(tuple(self._token_ids)) if self._failed else None
 
     def accept_token(self, token_id: int, /) -> bool:
+        self.refused_because = None
         if self._has_ended or self.error is not None:
             return False
         if token_id in self._ends:
@@ -98,7 +102,7 @@ class GrammarMatcher:
             self._read_again()
             is_accepted = self._matcher.try_consume_tokens([token_id]) == 1
             if self._matcher.is_error():
-                self.refusal = _reason(self._matcher)
+                self.refused_because = _reason(self._matcher)
                 self._read_again()
         return is_accepted
 
@@ -109,8 +113,6 @@ class GrammarMatcher:
         if num_tokens:
             del self._token_ids[-num_tokens:]
             self._matcher.rollback(num_tokens)
-        if self._failed is not None and len(self._token_ids) < self._failed[0]:
-            self._failed = None
 
     def is_terminated(self) -> bool:
         # If the model has no end token, the text ends as soon as the grammar allows.
@@ -124,7 +126,7 @@ class GrammarMatcher:
                 return True
             reason = _reason(self._matcher)
             self._read_again()
-        self._failed = len(self._token_ids), reason
+        self._failed[tuple(self._token_ids)] = reason
         row.fill_(-1)
         return False
 
@@ -145,26 +147,26 @@ def write_rulebook(grammar: Grammar, vocabulary: Vocabulary) -> Rulebook:
     """Returns the rules of `grammar`. Raises InvalidRequestError if it is invalid, too large or too ambiguous."""
     rules = LLMatcher.grammar_from_lark(to_lark(grammar, vocabulary))
     rulebook = Rulebook(rules, grammar.form == "json_schema")
-    _try(compiled(rulebook, vocabulary).new_matcher(), vocabulary)
+    _try(compile_rulebook(rulebook, vocabulary).new_matcher(), vocabulary)
     return rulebook
 
 
-def compiled(rulebook: Rulebook, vocabulary: Vocabulary) -> CompiledGrammar:
+def compile_rulebook(rulebook: Rulebook, vocabulary: Vocabulary) -> CompiledGrammar:
     """Compiles `rulebook` for one request. Raises InvalidRequestError if its rules are invalid or too large."""
     matcher = rulebook.start(vocabulary)
     if matcher.is_error():
-        raise refusal(_reason(matcher))
+        raise invalid_grammar(_reason(matcher))
     return CompiledGrammar(partial(_new_matcher, rulebook, vocabulary, matcher), rulebook.write(), vocabulary.written)
 
 
 def compile_grammar(grammar: Grammar, vocabulary: Vocabulary) -> CompiledGrammar:
     """Compiles `grammar` for one request. Raises InvalidRequestError as `write_rulebook` does."""
-    return compiled(write_rulebook(grammar, vocabulary), vocabulary)
+    return compile_rulebook(write_rulebook(grammar, vocabulary), vocabulary)
 
 
 def read_compiled(written: str, vocabulary: Vocabulary) -> CompiledGrammar:
     """Compiles the grammar of a CompiledGrammar's text again, in another process."""
-    return compiled(Rulebook.read(written), vocabulary)
+    return compile_rulebook(Rulebook.read(written), vocabulary)
 
 
 def _reason(matcher: LLMatcher) -> str:
@@ -199,8 +201,8 @@ def _in_deep_thread(call: Callable[[], T]) -> T:
     return found.result()
 
 
-def _new_matcher(rulebook: Rulebook, vocabulary: Vocabulary, compiled: LLMatcher) -> Matcher:
-    matcher = GrammarMatcher(rulebook, vocabulary, compiled.deep_copy())
+def _new_matcher(rulebook: Rulebook, vocabulary: Vocabulary, template: LLMatcher) -> Matcher:
+    matcher = GrammarMatcher(rulebook, vocabulary, template.deep_copy())
     return UniqueKeys(matcher, vocabulary.quoting_tokens) if rulebook.has_keys else matcher
 
 
@@ -214,7 +216,7 @@ def _try(matcher: Matcher, vocabulary: Vocabulary) -> None:
         masks.fill_(-1)
         matcher.fill_next_token_bitmask(masks, 0)
         if matcher.error is not None:
-            raise refusal(matcher.error)
+            raise invalid_grammar(matcher.error)
         allowed = np.unpackbits(masks.numpy().view(np.uint8), count=vocabulary.vocab_size, bitorder="little")
         can_end = allowed[ends].any()
         allowed[ends] = 0
@@ -222,6 +224,6 @@ def _try(matcher: Matcher, vocabulary: Vocabulary) -> None:
         if not len(token_ids):
             if can_end:
                 return
-            raise refusal(_NO_TEXT)
+            raise invalid_grammar(_NO_TEXT)
         if not matcher.accept_token(int(token_ids[step * 7919 % len(token_ids)])):
-            raise refusal(_TOO_LARGE)
+            raise invalid_grammar(_TOO_LARGE)

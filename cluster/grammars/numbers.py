@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from math import ceil, floor
 
-MAX_DIGITS = 18  # of a number's integer part
+MAX_DIGITS = 18  # before the point, and after it in numbers without bounds
 _MAX_DECIMALS = 6  # of a number with bounds
-_EXACT_DIGITS = 15  # of a number that differs from all others as a double, too
+_EXACT_DIGITS = 15  # significant digits that a double keeps
 _BEYOND = 10**MAX_DIGITS - 1
 
 INTEGER = f"-?(?:0|[1-9][0-9]{{0,{MAX_DIGITS - 1}}})"
@@ -37,7 +37,7 @@ def numbers(bounds: Mapping[str, float]) -> str:
 
 
 def max_decimals(bounds: Mapping[str, float]) -> int:
-    """Returns the number of decimals with which a number next to one of `bounds` is not read as the bound itself."""
+    """Returns the most decimals with which numbers differ from `bounds` also when parsed as doubles."""
     num_digits = max((len(str(int(abs(bound)))) for bound in bounds.values()), default=0)
     return max(0, min(_MAX_DECIMALS, _EXACT_DIGITS - num_digits))
 

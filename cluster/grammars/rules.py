@@ -31,8 +31,8 @@ class Part:
 class Rules:
     """The rules of one grammar.
 
-    A rule is parsed. A terminal is an expression, and takes the longest text that it matches: parts that can be one
-    expression are joined, so that all their texts are possible.
+    Rules are parsed. Terminals are matched by a lexer, which takes the longest text and does not go back. So adjacent
+    expressions are joined, up to a size: no text is lost between them.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Rules:
     def new_name(self) -> str:
         """Returns a name for `add`, so that a rule can refer to one that is not written yet."""
         if len(self._lines) == _MAX_RULES:
-            raise refusal("it is too large")
+            raise invalid_grammar("it is too large")
         self._lines.append("")
         return f"r{len(self._lines) - 1}"
 
@@ -62,13 +62,13 @@ class Rules:
         size = num_operators(text)
         self._sizes[text] = size
         if size > MAX_OPERATORS or sum(self._sizes.values()) > _MAX_ALL_OPERATORS:
-            raise refusal(
+            raise invalid_grammar(
                 f"its expressions have more than {MAX_OPERATORS} operators, or more than {_MAX_ALL_OPERATORS} in all"
             )
         return Part(slashed(text), size=max(1, size))
 
-    def named(self, part: Part) -> str:
-        """Returns what `part` is called in a rule."""
+    def reference(self, part: Part) -> str:
+        """Returns how a rule refers to `part`."""
         return self.terminal(part.body) if part.is_expression else part.body
 
     def sequence(self, parts: Sequence[Part]) -> Part:
@@ -77,21 +77,21 @@ class Rules:
         for is_expression, each in groupby(parts, key=lambda part: part.is_expression):
             run = list(each)
             joined = Part(" ".join(part.body for part in run), is_expression, sum(part.size for part in run))
-            runs += [joined] if joined.size <= MAX_OPERATORS else [Part(self.named(part), False) for part in run]
+            runs += [joined] if joined.size <= MAX_OPERATORS else [Part(self.reference(part), False) for part in run]
         if len(runs) <= 1:
             return runs[0] if runs else Part('""')
-        return Part(" ".join(map(self.named, runs)), is_expression=False)
+        return Part(" ".join(map(self.reference, runs)), is_expression=False)
 
     def alternatives(self, options: Sequence[Part]) -> Part:
         """Returns the part that is one of `options`."""
         size = sum(option.size for option in options)
         if all(option.is_expression for option in options) and size <= MAX_OPERATORS:
             return Part(f"({one_of(option.body for option in options)})", size=size)
-        return Part(f"({one_of(map(self.named, options))})", is_expression=False)
+        return Part(f"({one_of(map(self.reference, options))})", is_expression=False)
 
     def text(self, start: Part) -> str:
         """Returns the grammar whose texts are those of `start`."""
-        line = f"start: {self.named(start)}"
+        line = f"start: {self.reference(start)}"
         terminals = (f"{name}: {expression}" for expression, name in self._terminals.items())
         return "\n".join([line, *self._lines, *terminals])
 
@@ -101,7 +101,7 @@ def repeated(part: Part, times: str) -> Part:
     return replace(part, body=f"({part.body}){times}", size=part.size + 1)
 
 
-def refusal(reason: str) -> InvalidRequestError:
+def invalid_grammar(reason: str) -> InvalidRequestError:
     return InvalidRequestError(f"the grammar cannot be used: {reason}")
 
 

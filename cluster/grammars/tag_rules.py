@@ -8,7 +8,7 @@ from typing import Any
 
 from cluster.grammars.gbnf import gbnf_part
 from cluster.grammars.json_rules import JsonRules
-from cluster.grammars.rules import Part, Rules, literal, one_of, refusal, repeated, slashed, without_anchors
+from cluster.grammars.rules import Part, Rules, invalid_grammar, literal, one_of, repeated, slashed, without_anchors
 from cluster.grammars.vocabulary import Vocabulary
 
 Tag = Mapping[str, Any]  # a format as a client writes it
@@ -24,21 +24,21 @@ class TagRules:
         self._vocabulary = vocabulary
 
     def write(self, tag: Tag) -> Part:
-        """Returns the whole text. Raises InvalidRequestError, or an error for a missing or wrong field."""
+        """Returns the start. Raises InvalidRequestError, or an error for a missing or wrong field."""
         return self._part(_current_form(tag)["format"])
 
     def _part(self, tag: Tag) -> Part:
         kind = str(tag.get("type"))
         if kind not in _WRITERS:
-            raise refusal(f"a structural tag has no type {kind[:64]!r}")
+            raise invalid_grammar(f"a structural tag has the unknown type {kind[:64]!r}")
         return _WRITERS[kind](self, tag)
 
     def _schema(self, tag: Tag) -> Part:
         for field in ("any_order", "excludes", "max_whitespace_cnt"):
             if tag.get(field) not in (None, False, []):
-                raise refusal(f"{field} of json_schema is not supported")
+                raise invalid_grammar(f"{field} of json_schema is not supported")
         if tag.get("style", "json") != "json":
-            raise refusal("json_schema has only the style json here")
+            raise invalid_grammar("json_schema has only the style json here")
         return JsonRules(self._rules, tag["json_schema"]).write()
 
     def _sequence(self, tag: Tag) -> Part:
@@ -63,7 +63,7 @@ class TagRules:
             else:
                 part = self._part(tag)
             if is_open and not part.is_expression:
-                raise refusal("any_text needs a const_string, a regex or the end after it")
+                raise invalid_grammar("any_text needs a const_string, a regex or the end after it")
             is_open = part.is_expression and tag.get("type") == "any_text"
             parts.append(part)
         return self._rules.sequence(parts)
@@ -90,7 +90,7 @@ class TagRules:
             return token
         token_ids = self._vocabulary.tokenizer.tokenize_str(token, parse_special=True)
         if len(token_ids) != 1:
-            raise refusal(f"{token[:64]!r} is not a token of the model")
+            raise invalid_grammar(f"{token[:64]!r} is not a token of the model")
         return token_ids[0]
 
     def _triggered(self, tag: Tag) -> Part:
@@ -104,7 +104,7 @@ class TagRules:
                 cases.append((trigger, self._rules.alternatives(rests)))
         for each in tag["tags"]:
             if not any(str(each["begin"]).startswith(trigger) for trigger in triggers):
-                raise refusal(f"no trigger begins the tag {str(each['begin'])[:64]!r}")
+                raise invalid_grammar(f"no trigger begins the tag {str(each['begin'])[:64]!r}")
         return self._after_texts(cases, triggers, tag, is_single=bool(tag.get("stop_after_first")))
 
     def _dispatch(self, tag: Tag) -> Part:
@@ -119,22 +119,22 @@ class TagRules:
         excludes = tag.get("excludes", ())
         pieces = [
             f"{self._text_until([trigger], [*excludes, *(other for other in triggers if other != trigger)])} "
-            f"{self._rules.named(following)}"
+            f"{self._rules.reference(following)}"
             for trigger, following in cases
         ]
-        tail = self._rules.named(self._any_text({"excludes": [*triggers, *excludes]}))
+        tail = self._rules.reference(self._any_text({"excludes": [*triggers, *excludes]}))
         return self._several(one_of(pieces), tail, is_single=is_single, is_needed=bool(tag.get("at_least_one")))
 
     def _token_triggered(self, tag: Tag) -> Part:
         excluded = [*tag["trigger_tokens"], *tag.get("exclude_tokens", ())]
         text = self._tokens_but({"type": "any_tokens", "exclude_tokens": excluded}).body
-        tags = self._rules.named(self._rules.alternatives(list(map(self._tag, tag["tags"]))))
+        tags = self._rules.reference(self._rules.alternatives(list(map(self._tag, tag["tags"]))))
         is_single, is_needed = bool(tag.get("stop_after_first")), bool(tag.get("at_least_one"))
         return self._several(f"{text} {tags}", text, is_single=is_single, is_needed=is_needed)
 
     def _several(self, piece: str, tail: str, *, is_single: bool, is_needed: bool) -> Part:
         if not piece:
-            raise refusal("a structural tag has no tags")
+            raise invalid_grammar("a structural tag has no tags")
         if is_single:
             return Part(self._rules.add(piece if is_needed else f"({piece}) | {tail}"), is_expression=False)
         return Part(self._rules.add(f"({piece}){'+' if is_needed else '*'} {tail}"), is_expression=False)
@@ -153,12 +153,12 @@ class TagRules:
             return repeated(inner, {"optional": "?", "plus": "+", "star": "*"}[tag["type"]])
         least, most = int(tag["min"]), int(tag["max"])
         if least < 0 or most < -1 or -1 < most < least:
-            raise refusal(f"nothing can repeat {least} to {most} times")
+            raise invalid_grammar(f"nothing can repeat {least} to {most} times")
         return repeated(inner, f"{{{least},{'' if most == -1 else most}}}") if most else Part('""')
 
     def _either(self, tag: Tag) -> Part:
         if not tag["elements"]:
-            raise refusal("or has no elements")
+            raise invalid_grammar("or has no elements")
         return self._rules.alternatives(list(map(self._part, tag["elements"])))
 
 
@@ -201,7 +201,7 @@ def _current_form(tag: Tag) -> Tag:
 
 def _check_unlimited(tag: Tag) -> None:
     if tag.get("max_tokens") is not None:
-        raise refusal("max_tokens of a text is not supported: use max_chars")
+        raise invalid_grammar("max_tokens of a text is not supported: use max_chars")
 
 
 def _boundary(mark: str | Tag) -> Tag:

@@ -8,7 +8,7 @@ from typing import Any
 from cluster.constraints import Grammar
 from cluster.grammars.gbnf import gbnf_part
 from cluster.grammars.json_rules import JsonRules
-from cluster.grammars.rules import Part, Rules, refusal, without_anchors
+from cluster.grammars.rules import Part, Rules, invalid_grammar, without_anchors
 from cluster.grammars.tag_rules import TagRules
 from cluster.grammars.vocabulary import Vocabulary
 
@@ -17,13 +17,17 @@ def to_lark(grammar: Grammar, vocabulary: Vocabulary) -> str:
     """Returns the rules of `grammar`. Raises InvalidRequestError if it is not valid."""
     rules = Rules()
     try:
-        return rules.text(_start(rules, grammar, vocabulary))
+        text = rules.text(_start(rules, grammar, vocabulary))
     except KeyError as error:
-        raise refusal(f"a part of it has no {str(error)[:64]}") from error
+        raise invalid_grammar(f"a part of it lacks the field {str(error)[:64]}") from error
     except (AttributeError, OverflowError, TypeError, ValueError) as error:
-        raise refusal("a part of it has the wrong type") from error
+        raise invalid_grammar("a part of it has the wrong type") from error
     except RecursionError:
-        raise refusal("it is nested too deep") from None
+        raise invalid_grammar("it is nested too deep") from None
+    if any(special in text.replace("\\", "") for special in vocabulary.special_texts):
+        # Where a text is the only one, llguidance would force the special token that is written like it.
+        return f'%llguidance {{"no_forcing": true}}\n{text}'
+    return text
 
 
 def _start(rules: Rules, grammar: Grammar, vocabulary: Vocabulary) -> Part:
@@ -41,7 +45,7 @@ def _parsed(text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except ValueError as error:
-        raise refusal(f"it should be JSON ({error})") from error
+        raise invalid_grammar(f"it should be JSON ({error})") from error
     if not isinstance(found, dict):
-        raise refusal("it should be an object")
+        raise invalid_grammar("it should be an object")
     return found

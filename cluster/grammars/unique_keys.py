@@ -137,8 +137,8 @@ class UniqueKeys:
         return self._matcher.error
 
     @property
-    def refusal(self) -> str | None:
-        return self._matcher.refusal
+    def refused_because(self) -> str | None:
+        return self._matcher.refused_because
 
     def rollback(self, num_tokens: int, /) -> None:
         self._matcher.rollback(num_tokens)

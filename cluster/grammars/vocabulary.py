@@ -17,6 +17,7 @@ class Vocabulary:
 
     def __init__(self, tokenizer: str, vocab_size: int, end_token_ids: Sequence[int]) -> None:
         """`tokenizer`: the text of tokenizer.json. The model has `vocab_size` logits; `end_token_ids` end a text."""
+        self._tokenizer = tokenizer
         self.written = json.dumps([tokenizer, vocab_size, list(end_token_ids)])
         self.vocab_size = vocab_size
         self.end_token_ids = frozenset(end_token_ids)
@@ -29,6 +30,12 @@ class Vocabulary:
     @classmethod
     def read(cls, written: str) -> Vocabulary:
         return cls(*json.loads(written))
+
+    @cached_property
+    def special_texts(self) -> list[str]:
+        """The texts that special tokens have elsewhere."""
+        added = json.loads(self._tokenizer).get("added_tokens", ())
+        return [token["content"] for token in added if token["special"]]
 
     @cached_property
     def quoting_tokens(self) -> QuotingTokens:

@@ -1,4 +1,4 @@
-"""Turns of sequences whose grammars take long, so that they slow the steps of the others little."""
+"""Postpones sequences whose grammars are slow, to bound what they add to the steps of others."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from cluster.targets.token_generator import Generation
 _SECONDS_PER_STEP = 0.005
 
 
-def postponed(running: Sequence[Generation]) -> set[Generation]:
+def postpone_slow(running: Sequence[Generation]) -> set[Generation]:
     """Returns the sequences that do not decode in the next step, because their constraints took too long.
 
-    Each waits until its share of the steps has made up for the time. Nothing is postponed if all would be.
+    Each call, one a step, pays off `_SECONDS_PER_STEP`, divided equally among the slow sequences. A sequence waits
+    while it owes more than that. Nothing is postponed if all would be.
     """
     slow = []
     for generation in running:

@@ -32,7 +32,7 @@ from cluster.targets.base import (
     load_readings,
     no_adapter,
 )
-from cluster.targets.grammar_turns import postponed
+from cluster.targets.grammar_turns import postpone_slow
 from cluster.targets.heartbeat import Heartbeat
 from cluster.targets.profile import profile_steps
 from cluster.targets.request_times import RequestTimes
@@ -258,7 +258,7 @@ class StepLoop(Target):
         return True
 
     def _step(self, publish: Publish) -> None:
-        self._postponed = postponed(self._scheduler.running)
+        self._postponed = postpone_slow(self._scheduler.running)
         decoding = [
             generation.speculative
             for generation in self._scheduler.running

@@ -46,9 +46,13 @@ def _limits(schema: Mapping[str, Any], path: str) -> tuple[Pattern | None, int, 
         least, most = pattern.node.widths
         what = "pattern" if "pattern" in schema else "format"
         if longest is not None and longest < least:
-            raise SchemaError(at(path, "maxLength"), f"is unusable with this {what}: its texts have at least {least}")
+            raise SchemaError(
+                at(path, "maxLength"), f"conflicts with the {what}: its texts have at least {least} characters"
+            )
         if most is not None and most < shortest:
-            raise SchemaError(at(path, "minLength"), f"is unusable with this {what}: its texts have at most {most}")
+            raise SchemaError(
+                at(path, "minLength"), f"conflicts with the {what}: its texts have at most {most} characters"
+            )
         if most is not None and longest is not None and most <= longest:
             longest = None
         if shortest <= least:
@@ -94,7 +98,7 @@ def integer(schema: Mapping[str, Any], path: str) -> dict[str, Any]:
             case "exclusiveMaximum":
                 high = min(high, math.ceil(value) - 1)
     if low > high:
-        raise SchemaError(at(path, _lower_bound(schema)), "leaves no integer up to the maximum")
+        raise SchemaError(at(path, _lower_bound(schema)), "is above the upper bound: no integer is allowed")
     bounds = {"minimum": low, "maximum": high}
     return {"type": "integer", **{name: bound for name, bound in bounds.items() if math.isfinite(bound)}}
 
@@ -106,7 +110,7 @@ def number(schema: Mapping[str, Any], path: str) -> dict[str, Any]:
     low = max(bounds.get("minimum", -math.inf), bounds.get("exclusiveMinimum", -math.inf))
     high = min(bounds.get("maximum", math.inf), bounds.get("exclusiveMaximum", math.inf))
     if low > high:
-        raise SchemaError(at(path, _lower_bound(schema)), "leaves no number up to the maximum")
+        raise SchemaError(at(path, _lower_bound(schema)), "is above the upper bound: no number is allowed")
     if low == high and low not in (bounds.get("exclusiveMinimum"), bounds.get("exclusiveMaximum")):
         return {"const": low}
     smallest = 10 * 10.0 ** -max_decimals(bounds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
@@ -393,3 +394,13 @@ def test_a_limit_that_only_drafts_exceed_ends_nothing(monkeypatch: pytest.Monkey
     matcher.rollback(num_accepted)
     assert matcher.error is None
     assert [matcher.accept_token(token) for token in (digit, digit, END)] == [True, True, True]
+
+
+def test_a_text_that_is_written_like_a_special_token_is_text() -> None:
+    text = "<|im_end|>"
+    for grammar in run(Grammar("regex", re.escape(text)), Grammar("json_schema", json.dumps({"const": text}))):
+        assert isinstance(grammar, CompiledGrammar), grammar
+        bits = torch.empty(1, -(-TOKENIZER.vocab_size // 32), dtype=torch.int32)
+        grammar.new_matcher().fill_next_token_bitmask(bits, 0)
+        special = TOKENIZER.encode(text)[0]
+        assert not int(bits[0, special // 32]) >> special % 32 & 1

@@ -10,7 +10,7 @@ import pytest
 from cluster.constraints import UNCONSTRAINED, Constraints
 from cluster.targets import grammar_turns
 from cluster.targets.base import TargetModel
-from cluster.targets.grammar_turns import postponed
+from cluster.targets.grammar_turns import postpone_slow
 from cluster.targets.token_generator import Generation
 
 from .loopback import LoopbackDraft, LoopbackTarget
@@ -33,7 +33,7 @@ def steps_of(running: Sequence[Generation], seconds: float, num_steps: int) -> l
     """Returns the number of steps in which each of `running` decodes, if its masks take `seconds`."""
     counts = [0] * len(running)
     for _ in range(num_steps):
-        waiting = postponed(running)
+        waiting = postpone_slow(running)
         for index, each in enumerate(running):
             if each in waiting:
                 continue
