@@ -239,7 +239,7 @@ def test_the_formats_of_structural_tags(part: dict[str, Any], texts: list[str], 
     [
         ({"type": "or", "elements": []}, "no elements"),
         ({"type": "tag", **TAG, "end": []}, "no elements"),
-        ({"type": "tag", "begin": "<a>", "content": CONSTANT["x"]}, "no 'end'"),
+        ({"type": "tag", "begin": "<a>", "content": CONSTANT["x"]}, "field 'end'"),
         ({"type": "triggered_tags", "triggers": ["<b"], "tags": [TAG]}, "no trigger begins"),
         ({"type": "repeat", "min": 5, "max": 2, "content": CONSTANT["x"]}, "5 to 2"),
         ({"type": "any_text", "max_tokens": 4}, "max_tokens"),
