@@ -7,7 +7,7 @@ come in the order of the schema, then others.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cluster.grammars.numbers import INTEGER, NUMBER, integers, numbers
@@ -69,21 +69,22 @@ class JsonRules:
         for keyword in schema.keys() - {"type"}:
             if keyword not in _KEYWORDS.get(str(kind), ()):
                 raise invalid_grammar(f"{keyword} is not supported in a schema of type {kind}")
-        write = self._writers().get(str(kind))
-        if write is None:
-            raise invalid_grammar(f"a schema has the unknown type {kind}")
-        return write(schema)
-
-    def _writers(self) -> dict[str, Callable[[Schema], str]]:
-        return {
-            "string": self._string,
-            "integer": lambda schema: self._rules.terminal(slashed(_integer(schema))),
-            "number": lambda schema: self._rules.terminal(slashed(_number(schema))),
-            "array": self._array,
-            "object": self._object,
-            "boolean": lambda schema: self._rules.terminal("/true|false/"),
-            "null": lambda schema: '"null"',
-        }
+        match kind:
+            case "string":
+                return self._string(schema)
+            case "integer":
+                return self._rules.terminal(slashed(_integer(schema)))
+            case "number":
+                return self._rules.terminal(slashed(_number(schema)))
+            case "array":
+                return self._array(schema)
+            case "object":
+                return self._object(schema)
+            case "boolean":
+                return self._rules.terminal("/true|false/")
+            case "null":
+                return '"null"'
+        raise invalid_grammar(f"a schema has the unknown type {kind}")
 
     def _string(self, schema: Schema) -> str:
         least, most = schema.get("minLength", 0), schema.get("maxLength")

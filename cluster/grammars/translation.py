@@ -24,7 +24,8 @@ def to_lark(grammar: Grammar, vocabulary: Vocabulary) -> str:
         raise invalid_grammar("a part of it has the wrong type") from error
     except RecursionError:
         raise invalid_grammar("it is nested too deep") from None
-    if any(special in text.replace("\\", "") for special in vocabulary.special_texts):
+    plain = text.replace("\\", "")
+    if any(special in plain for special in vocabulary.special_texts):
         # Where a text is the only one, llguidance would force the special token that is written like it.
         return f'%llguidance {{"no_forcing": true}}\n{text}'
     return text
