@@ -198,6 +198,10 @@ class RayFaultCluster:
         view = find_view(self.application.name, pool)
         return () if view is None else view.members
 
+    def addresses(self) -> list[str]:
+        """The addresses of all that the registry lists, sorted."""
+        return sorted(member.address for pool in POOLS for member in self.members(pool))
+
     def pid(self, member: Announcement) -> int:
         """Returns the process ID of the member's program."""
         return next(pid for pid, address in programs(member.pool) if address == member.address)
@@ -221,12 +225,11 @@ class RayFaultCluster:
         return len(members)
 
     def lose_registry(self) -> None:
-        """Ends the registry, and waits until another one has settled and knows all workers."""
-        before = [self.members(pool) for pool in POOLS]
+        """Ends the registry, and waits until another one has settled and knows all programs."""
         end_registry(self.application.name)
         deadline = time.monotonic() + READY_SECONDS
-        while [len(self.members(pool)) for pool in POOLS] != [len(members) for members in before]:
-            _check(deadline, "not all workers have announced themselves again")
+        while (found := self.addresses()) != sorted(address for _, address in programs()):
+            _check(deadline, f"the registry knows only {', '.join(found)}")
         time.sleep(self.config.placement.settling_seconds)
 
     def wait_replaced(self, *gone: Announcement) -> None:

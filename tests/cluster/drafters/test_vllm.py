@@ -283,8 +283,9 @@ def test_a_token_that_the_target_lacks_ends_a_proposal(
     assert ended.num_drafted == 1 or ended.is_exhausted
 
 
-def test_short_prompts_do_not_wait_for_long_ones(drafter: VllmDrafter) -> None:
+def test_short_prompts_do_not_wait_for_long_ones(drafter: VllmDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step takes 64 tokens: without turns the long prompts would have all of the first eight steps."""
+    monkeypatch.setattr(drafter._engine._scheduler, "pace", PromptPace(None, 64))
     long, other, short = new_sequence([7] * 250), new_sequence([8] * 250), new_sequence([9] * 20)
     for sequence in (long, other, short):
         assert drafter.admit(sequence)
@@ -294,17 +295,13 @@ def test_short_prompts_do_not_wait_for_long_ones(drafter: VllmDrafter) -> None:
     draft_until(drafter, 1, long, other)
 
 
-def test_a_prompt_takes_what_the_time_allows(drafter: VllmDrafter) -> None:
-    engine = drafter._engine
-    usual, engine._scheduler.pace = engine._scheduler.pace, PromptPace(1e-9, 64)
+def test_a_prompt_takes_what_the_time_allows(drafter: VllmDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafter._engine._scheduler, "pace", PromptPace(1e-9, 64))
     known, sequence = new_sequence([7] * 20), new_sequence([6] * 200)
-    try:
-        assert drafter.admit(known)
-        draft_until(drafter, 8, known)  # steps of one row say what a row takes
-        assert drafter.admit(sequence)
-        assert draft_until(drafter, 1, sequence) > 6
-    finally:
-        engine._scheduler.pace = usual
+    assert drafter.admit(known)
+    draft_until(drafter, 8, known)  # steps of one row say what a row takes
+    assert drafter.admit(sequence)
+    assert draft_until(drafter, 1, sequence) > 6
 
 
 def draft_until_first(drafter: VllmDrafter, first: DraftSequence, *others: DraftSequence) -> int:
