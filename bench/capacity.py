@@ -96,11 +96,7 @@ class Case:
         if self.draft is None or depth == 0:
             settings["draft.replicas"] = 0
         if self.is_beside:
-            settings |= {
-                "speculation.controller": "fixed",
-                "speculation.max_run_ahead": 0,
-                "speculation.run_ahead_branches": 0,
-            }
+            settings |= {"speculation.controller": "fixed", "speculation.max_run_ahead": 0}
         return load_config(None, [*SIMULATED, *(f"{key}={value}" for key, value in settings.items()), *more])
 
 

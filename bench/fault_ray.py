@@ -28,7 +28,7 @@ from bench.fault_load import Answers, Row, print_head, print_row, row_of, under_
 from cluster.config import Config
 from cluster.config.file import load_config
 from cluster.owned_folder import sweep
-from cluster.placement.registry import Announcement, Pool
+from cluster.placement.registry import SETTLING_SECONDS, Announcement, Pool
 from services.launch.local import free_ports
 from services.launch.ray.launcher import RayApplication
 from services.launch.ray.membership import FOLDERS
@@ -230,7 +230,7 @@ class RayFaultCluster:
         deadline = time.monotonic() + READY_SECONDS
         while (found := self.addresses()) != sorted(address for _, address in programs()):
             _check(deadline, f"the registry knows only {', '.join(found)}")
-        time.sleep(self.config.placement.settling_seconds)
+        time.sleep(SETTLING_SECONDS)
 
     def wait_replaced(self, *gone: Announcement) -> None:
         """Waits until others have replaced `gone`, and all know each other."""

@@ -85,9 +85,7 @@ SERVE_OPTIONS = (
         ("speculation.num_speculative_tokens",),
         "initial draft tokens per round; 0 starts no draft worker and gives the target every core",
     ),
-    ServeOption(
-        "--controller", "C", ("speculation.controller",), "how k is chosen: goodput (default), threshold or fixed"
-    ),
+    ServeOption("--controller", "C", ("speculation.controller",), "how k is chosen: goodput (default) or fixed"),
     ServeOption("--dtype", "TYPE", ("target.dtype", "draft.dtype"), "auto, float32 or bfloat16, for target and draft"),
     ServeOption("--served-model-name", "NAME", ("router.served_model_name",), "the model's name in requests"),
     ServeOption("--target-replicas", "N", ("target.replicas",), "target workers"),

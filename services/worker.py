@@ -18,7 +18,6 @@ import grpc
 import torch
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from cluster.config import Config
 from cluster.config.types import is_loopback
@@ -203,8 +202,6 @@ async def serve(
     add_servicer(server)
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    if config.reflection:
-        reflection.enable_server_reflection((service, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     _open_port(listener, server, address)
     servers = [server]
     if config.health_listen is not None:

@@ -6,6 +6,7 @@ config = load_config(Path("cluster.yaml"), overrides=["speculation.num_speculati
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,10 @@ from pydantic_core import ErrorDetails
 
 from cluster.config import Config
 from cluster.config.environment import Variable, variable_of, variables_in
+from cluster.config.retired import replace_retired
 from cluster.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
 
 _NO_ENVIRONMENT: Mapping[str, str] = {}
 _VALUE_CHARACTERS = 200
@@ -52,7 +56,7 @@ def read_tree(path: Path | None) -> dict[str, Any]:
 def parse_config(
     tree: dict[str, Any], overrides: Sequence[str] = (), environment: Mapping[str, str] = _NO_ENVIRONMENT
 ) -> Config:
-    """Returns the configuration of `tree`, `environment` and `overrides`. Changes `tree`.
+    """Returns the configuration of `tree`, `environment` and `overrides`. Changes `tree`; warns of retired settings.
 
     Raises ConfigurationError, with the name of the key and of the environment variable that set it, if any.
     """
@@ -66,6 +70,8 @@ def parse_config(
             raise ConfigurationError(f"cannot apply {override!r}: write section.key=value")
         _apply(tree, key, value, override)
         given.add(key.strip())
+    for warning in replace_retired(tree):
+        logger.warning("%s", warning)
     try:
         return Config.model_validate(tree)
     except ValidationError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt
 
 from cluster.config.types import NotNegative, Port, Section
 
@@ -13,39 +13,41 @@ TRIAL_SHARE = 0.02
 _Resources = dict[str, Annotated[float, Field(gt=0)]]
 
 
-class RayPoolConfig(Section):
-    """Resources that Ray sets aside for each replica of a pool, on one node, and the nodes it may use."""
+class RayProgramConfig(Section):
+    """Resources that Ray sets aside for each replica of a program, on one node, and the nodes it may use."""
 
-    num_cpus: NotNegative = Field(
-        1.0,
-        description="cores that Ray reserves for a replica; `threads` and `cpus` set the cores it computes on",
-    )
-    num_gpus: NotNegative | None = Field(
-        None,
-        description="GPUs of a replica, all on one node; null: tensor_parallel_size if `device` is cuda or an "
-        "accelerator_type is set, otherwise none",
-    )
-    accelerator_type: str | None = Field(None, description="Ray's name of the GPU, such as `A100` or `A10G`")
+    num_cpus: NotNegative = Field(0.5, description="cores that Ray reserves for a replica")
     resources: _Resources = Field({}, description="custom resources that a replica requests from its node, by name")
     label_selector: dict[str, str] = Field(
         {}, description="labels that the node must have, in the syntax of Ray's selectors: `{zone: a}`, `{zone: '!a'}`"
     )
 
 
-class RayRouterConfig(RayPoolConfig):
-    num_cpus: NotNegative = Field(0.5, description="cores that Ray reserves for a replica")
+class RayRouterConfig(RayProgramConfig):
     replicas: PositiveInt = Field(
         1, description="number of routers; with `router.port` 0 a node may run several, otherwise at most one"
     )
 
 
+class RayPoolConfig(RayProgramConfig):
+    num_gpus: NotNegative | None = Field(
+        None,
+        description="GPUs of a replica, all on one node; null: tensor_parallel_size if `device` is cuda or an "
+        "accelerator_type is set, otherwise none",
+    )
+    accelerator_type: str | None = Field(None, description="Ray's name of the GPU, such as `A100` or `A10G`")
+
+
 class RayTargetConfig(RayPoolConfig):
+    num_cpus: NotNegative = Field(
+        1.0,
+        description="cores that Ray reserves for a replica; `threads` and `cpus` set the cores it computes on",
+    )
     min_replicas: PositiveInt = Field(1, description="minimum number of target workers")
     max_replicas: PositiveInt | None = Field(None, description="maximum number of target workers; null: no limit")
 
 
 class RayDraftConfig(RayPoolConfig):
-    num_cpus: NotNegative = Field(0.5, description="cores that Ray reserves for a replica")
     min_replicas: Annotated[int, Field(ge=0)] = Field(1, description="minimum number of draft workers")
     max_replicas: PositiveInt | None = Field(None, description="maximum number of draft workers; null: no limit")
 
@@ -53,7 +55,6 @@ class RayDraftConfig(RayPoolConfig):
 class RayFurtherDraftsConfig(RayPoolConfig):
     """Draft workers in addition to those of `draft.replicas`, such as those of another zone, or with another model."""
 
-    num_cpus: NotNegative = Field(0.5, description="cores that Ray reserves for a replica")
     replicas: PositiveInt = Field(1, description="number of replicas; it is not scaled")
     draft: dict[str, Any] = Field({}, description="settings of the section `draft` that differ for these workers")
 
@@ -66,7 +67,6 @@ class RayScalingConfig(Section):
         description="manual: no scaling; advise: decisions are only logged and exported as metrics; act: Serve "
         "applies them, within `min_replicas` and `max_replicas` of both pools",
     )
-    interval_seconds: Annotated[float, Field(gt=0)] = Field(5.0, description="seconds between two decisions")
     target_use: Annotated[float, Field(gt=0, le=1)] = Field(
         0.8,
         description="desired utilization of targets: of KV blocks or of `target.max_num_seqs`, whichever is higher",
@@ -128,22 +128,3 @@ class PlacementConfig(Section):
     )
     host_label: str = Field("ray.io/node-id", description="Ray node label with the name of the host")
     zone_label: str = Field("ray.io/availability-zone", description="Ray node label with the zone")
-    region_label: str = Field("ray.io/availability-region", description="Ray node label with the region")
-    heartbeat_seconds: Annotated[float, Field(gt=0)] = Field(
-        1.0, description="seconds between two announcements of a worker to the registry"
-    )
-    expiry_seconds: Annotated[float, Field(gt=0)] = Field(
-        6.0, description="seconds for which the registry lists a worker without announcements"
-    )
-    settling_seconds: NotNegative = Field(
-        6.0, description="seconds during which a new registry only adds to the lists that callers have"
-    )
-
-    @model_validator(mode="after")
-    def _outlasts_a_heartbeat(self) -> PlacementConfig:
-        if self.expiry_seconds < 2 * self.heartbeat_seconds:
-            raise ValueError(
-                f"expiry_seconds {self.expiry_seconds} must be at least twice heartbeat_seconds, "
-                f"{self.heartbeat_seconds}"
-            )
-        return self

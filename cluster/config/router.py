@@ -23,16 +23,10 @@ class RouterConfig(Section):
     max_body_bytes: PositiveInt = Field(
         8 * 2**20, description="maximum bytes of a request's body; a larger one is answered 413"
     )
-    max_bodies_bytes: PositiveInt = Field(
-        512 * 2**20,
-        description="maximum bytes of all requests' bodies together, beyond the first 64 KiB of each; further ones "
-        "are answered 503",
-    )
-    max_connections: PositiveInt = Field(4096, description="maximum number of connections; further ones are closed")
-    max_connections_per_address: PositiveInt | None = Field(
-        None,
-        description="the same per client address (IPv6: per /64); clients behind a proxy share its address. null: "
-        "half of `max_connections`",
+    max_connections: PositiveInt = Field(
+        4096,
+        description="maximum number of connections; further ones are closed, and those of one client address (IPv6: "
+        "/64) beyond half of it",
     )
     header_timeout_seconds: PositiveSeconds = Field(
         10.0, description="seconds for the TLS handshake of a new connection, and for the headers of a request"
@@ -107,9 +101,8 @@ class RouterConfig(Section):
     traffic_log_file: Annotated[str, Field(min_length=1)] | None = Field(
         None,
         description="file to which prompts are appended as token IDs, one per line, for `outrider distill`: its "
-        "readers see what clients asked; null: none",
+        "readers see what clients asked; at 1 GiB logging stops; null: none",
     )
-    traffic_log_max_bytes: PositiveInt = Field(2**30, description="size of that file at which logging stops")
     cors_allow_origins: tuple[Annotated[str, Field(pattern=r"^(\*|https?://[^\s/]+)$")], ...] = Field(
         (),
         description="web pages that may call the router from a browser: origins such as `https://chat.example`, or `*`",

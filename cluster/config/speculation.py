@@ -8,6 +8,8 @@ from pydantic import Field, model_validator
 
 from cluster.config.types import Section
 
+_RUN_AHEAD_BRANCHES = 3
+
 
 class SpeculationConfig(Section):
     num_speculative_tokens: Annotated[int, Field(ge=0, le=64)] = Field(
@@ -18,10 +20,9 @@ class SpeculationConfig(Section):
     max_speculative_tokens: Annotated[int, Field(ge=0, le=64)] = Field(
         16, description="maximum k of a controller and of a request"
     )
-    controller: Literal["goodput", "threshold", "fixed"] = Field(
+    controller: Literal["goodput", "fixed"] = Field(
         "goodput",
-        description="how k is chosen: goodput, by measured times and acceptance; threshold, by a rule on the "
-        "acceptance rate; fixed, num_speculative_tokens",
+        description="how k is chosen: goodput, by measured times and acceptance; fixed, num_speculative_tokens",
     )
     acceptance: Literal["coupled", "greedy", "rejection", "engine"] = Field(
         "coupled",
@@ -35,11 +36,6 @@ class SpeculationConfig(Section):
         description="maximum number of tokens past the committed ones that a drafter may reach; within it, it "
         "reaches 2k+2; 0: only k; null: the 2k+2 of max_speculative_tokens, or 0 if the launcher finds that "
         "draft and target share cores",
-    )
-    run_ahead_branches: Annotated[int, Field(ge=0, le=8)] | None = Field(
-        None,
-        description="number of next best drafts that run-ahead follows at places where the target may not choose "
-        "the best; null: 3, or 0 if the launcher finds that draft and target share cores",
     )
     tree_width: Annotated[int, Field(ge=1, le=8)] = Field(
         1,
@@ -79,7 +75,8 @@ class SpeculationConfig(Section):
 
     @property
     def num_run_ahead_branches(self) -> int:
-        return 3 if self.run_ahead_branches is None else self.run_ahead_branches
+        """Number of next best drafts that run-ahead follows where the target may not choose the best."""
+        return 0 if self.max_run_ahead == 0 else _RUN_AHEAD_BRANCHES
 
     def window(self, num_speculative_tokens: int) -> int:
         """Returns the maximum number of drafts after the committed tokens for a sequence with this k."""

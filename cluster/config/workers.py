@@ -14,9 +14,8 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 QuantizationName = Literal["int8", "int4"]
 EngineName = Literal["torch", "vllm", "simulated"]
 DrafterName = Literal[
-    "model", "ngram", "self-int4", "layer-skip", "parallel", "eagle", "medusa", "mtp", "vllm", "engine", "simulated"
+    "model", "ngram", "self-int4", "parallel", "eagle", "medusa", "mtp", "vllm", "engine", "simulated"
 ]
-LayerChoice = Literal["even", "last-half"] | tuple[Annotated[int, Field(ge=0)], ...]
 Numerics = Literal["fast", "invariant"]
 
 READ_STATES: tuple[DrafterName, ...] = ("eagle", "medusa", "mtp")
@@ -120,9 +119,6 @@ class WorkerConfig(Section):
         description="name in the workers' certificates, if callers dial addresses that are not in them, such as "
         "those of pods; null: the dialled host",
     )
-    reflection: bool = Field(
-        False, description="enable gRPC reflection of the worker's methods, for tools such as grpcurl"
-    )
     health_listen: HostPort | None = Field(
         None,
         description="address of a plaintext gRPC health service without a token, for Kubernetes' probes, which "
@@ -225,20 +221,17 @@ class DraftConfig(WorkerConfig):
         "model",
         description="model: `draft.model`; parallel: the same, but one step makes all tokens of a proposal, with a "
         "model trained for it (PARD; `outrider distill --drafter parallel`); ngram: repetitions in the text so far; "
-        "self-int4, layer-skip: the target's model in 4 bits, or some of its layers; eagle: `draft.model` is an EAGLE "
-        "or EAGLE-3 head, which drafts from the hidden states of the target in the target's process; medusa: the same "
-        "with Medusa heads, which make all tokens of a proposal in one step; mtp: the same with the multi-token "
-        "prediction module in the target's own checkpoint (MiMo-7B); vllm: `draft.model`, run by vLLM; engine: no "
-        "draft worker, the target's engine drafts by itself, see `speculative_config`; simulated: for a simulated "
-        "target",
+        "self-int4: the target's model in 4 bits; eagle: `draft.model` is an EAGLE or EAGLE-3 head, which drafts from "
+        "the hidden states of the target in the target's process; medusa: the same with Medusa heads, which make all "
+        "tokens of a proposal in one step; mtp: the same with the multi-token prediction module in the target's own "
+        "checkpoint (MiMo-7B); vllm: `draft.model`, run by vLLM; engine: no draft worker, the target's engine drafts "
+        "by itself, see `speculative_config`; simulated: for a simulated target",
     )
     speculative_config: dict[str, Any] = Field(
         {},
         description="with drafter engine: vLLM's own `speculative_config`, such as `{method: ngram, "
         "prompt_lookup_max: 4}`; if it names no model, `draft.model` is used",
     )
-    layers: LayerChoice = Field("even", description="layers that layer-skip keeps: even, last-half or a list")
-    ngram_min: PositiveInt = Field(1, description="minimum length in tokens of the runs that ngram looks up")
     ngram_max: PositiveInt = Field(4, description="maximum length in tokens of the runs that ngram looks up")
 
     @model_validator(mode="before")
@@ -263,12 +256,6 @@ class DraftConfig(WorkerConfig):
     def reads_states(self) -> bool:
         """True if the drafter reads the target's hidden states."""
         return self.drafter in READ_STATES
-
-    @model_validator(mode="after")
-    def _runs_have_a_length(self) -> DraftConfig:
-        if self.ngram_min > self.ngram_max:
-            raise ValueError(f"ngram_min {self.ngram_min} exceeds ngram_max {self.ngram_max}")
-        return self
 
 
 def model_name(model: str) -> str:

@@ -156,8 +156,8 @@ def _draft_time(now: SpeedModel, rate: Rate) -> Iterator[Finding]:
             "draft the bottleneck",
             f"a draft step takes {1e3 * now.draft_seconds:.1f} ms, {100 * ratio:.0f} % of the target's "
             f"{1e3 * step:.1f}; what fits takes less than {100 * MAX_COST_RATIO:.0f} %",
-            "a smaller draft, draft.quantization int8 or int4, a faster device or more devices, or layer-skip or "
-            "ngram for draft.drafter",
+            "a smaller draft, draft.quantization int8 or int4, a faster device or more devices, or ngram for "
+            "draft.drafter",
             rate(now.with_draft(GOOD_COST_RATIO * step)),
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from cluster.config import Config
-from cluster.config.workers import READ_STATES, DraftConfig, DrafterName, LayerChoice
+from cluster.config.workers import READ_STATES, DraftConfig, DrafterName
 from cluster.drafters.base import Drafter
 from cluster.drafters.model import ModelDrafter
 from cluster.drafters.ngram import NgramDrafter
@@ -48,7 +48,7 @@ def load_draft_model(
 
 def is_model(drafter: DrafterName) -> bool:
     """Returns True if `drafter` runs a model on the PyTorch engine."""
-    return drafter in ("model", "parallel") or drafter in _OF_TARGET
+    return drafter in ("model", "parallel", "self-int4")
 
 
 def load_draft_weights(
@@ -63,7 +63,7 @@ def load_draft_weights(
     """
     if config.draft_has_tokenizer:
         return _load(config.draft, progress, vocabulary=None if _translates(config, vocabulary) else vocabulary)
-    return _OF_TARGET[config.draft.drafter](config, progress, target)
+    return _self_int4(config, progress, target)
 
 
 def _translates(config: Config, vocabulary: VocabularyMap | None) -> bool:
@@ -71,22 +71,9 @@ def _translates(config: Config, vocabulary: VocabularyMap | None) -> bool:
     return config.draft.drafter == "model" and vocabulary is not None and vocabulary.is_foreign
 
 
-def _layer_skip(config: Config, progress: Progress | None, target: LoadedModel | None) -> LoadedModel:
-    """Returns the target's model without some of its layers (Zhang et al., arXiv 2309.08168)."""
-    if target is None:
-        return _load(_of_target(config), progress, layers=config.draft.layers)
-    _check_shared(config, target)
-    if config.draft.quantization not in (None, config.target.quantization):
-        raise ConfigurationError(
-            f"draft.quantization {config.draft.quantization}: in the target's process the drafter layer-skip has the "
-            "target's layers as they are: set target.quantization, or draft.placement pool"
-        )
-    return target.with_layers(config.draft.layers)
-
-
 def _self_int4(config: Config, progress: Progress | None, target: LoadedModel | None) -> LoadedModel:
     """Returns the target's model with 4-bit projections; embedding, last norm and head stay as they are."""
-    draft = _of_target(config).model_copy(update={"quantization": "int4"})
+    draft = config.draft.model_copy(update={"model": config.draft_model, "quantization": "int4"})
     if target is None:
         return _load(draft, progress)
     _check_shared(config, target)
@@ -178,7 +165,7 @@ def _ngram(config: Config, progress: Progress | None, vocabulary: VocabularyMap 
     draft = config.draft
     model = ModelConfig.from_folder(resolve_model_folder(config.draft_model))
     max_model_len = model.resolve_max_model_len(draft.max_model_len)
-    return NgramDrafter(model.vocab_size, StepLimits.of(draft, max_model_len), draft.ngram_min, draft.ngram_max)
+    return NgramDrafter(model.vocab_size, StepLimits.of(draft, max_model_len), draft.ngram_max)
 
 
 def _vllm(config: Config, progress: Progress | None, vocabulary: VocabularyMap | None) -> Drafter:
@@ -201,15 +188,10 @@ def _simulated(config: Config, progress: Progress | None, vocabulary: Vocabulary
     return SimulatedDrafter(config.simulation, vocab_size, StepLimits.of(draft, max_model_len))
 
 
-_OF_TARGET: dict[DrafterName, Callable[[Config, Progress | None, LoadedModel | None], LoadedModel]] = {
-    "self-int4": _self_int4,
-    "layer-skip": _layer_skip,
-}
-
 _DRAFTERS: dict[DrafterName, Callable[[Config, Progress | None, VocabularyMap | None], Drafter]] = {
     "model": _model_drafter,
     "parallel": _model_drafter,
-    **dict.fromkeys(_OF_TARGET, _model_drafter),
+    "self-int4": _model_drafter,
     "ngram": _ngram,
     "vllm": _vllm,
     **dict.fromkeys((*READ_STATES, "engine"), _in_target),
@@ -217,20 +199,10 @@ _DRAFTERS: dict[DrafterName, Callable[[Config, Progress | None, VocabularyMap | 
 }
 
 
-def _of_target(config: Config) -> DraftConfig:
-    return config.draft.model_copy(update={"model": config.draft_model})
-
-
-def _load(
-    draft: DraftConfig,
-    progress: Progress | None,
-    layers: LayerChoice | None = None,
-    vocabulary: VocabularyMap | None = None,
-) -> LoadedModel:
+def _load(draft: DraftConfig, progress: Progress | None, vocabulary: VocabularyMap | None = None) -> LoadedModel:
     return load_weights(
         draft,
         progress=progress,
-        layers=layers,
         rows=None if vocabulary is None else vocabulary.rows,
         num_outputs=None if vocabulary is None else vocabulary.num_ids,
     )

@@ -17,13 +17,13 @@ class NgramDrafter(Drafter):
     dtype = "none"
     num_blocks = num_used_blocks = block_size = 0  # there is no model, so no KV cache
 
-    def __init__(self, vocab_size: int, limits: StepLimits, shortest: int, longest: int) -> None:
-        assert 0 < shortest <= longest
+    def __init__(self, vocab_size: int, limits: StepLimits, longest: int) -> None:
+        assert longest > 0
         self.vocab_size = vocab_size
         self.max_model_len = limits.max_model_len
         self._max_num_seqs = limits.max_num_seqs
         self._max_new_tokens = limits.max_num_batched_tokens  # tokens to index per step: all sequences wait meanwhile
-        self._lengths = range(longest, shortest - 1, -1)
+        self._lengths = range(longest, 0, -1)
         self._indices: dict[DraftSequence, _Index] = {}
 
     @property

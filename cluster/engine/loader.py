@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from cluster.config.workers import LayerChoice, Numerics
+from cluster.config.workers import Numerics
 from cluster.engine.checkpoint import TensorReader
 from cluster.engine.cpu_kernels import LANES, has_kernels, why_no_kernels
 from cluster.engine.cpu_model import CpuModel
@@ -46,15 +46,6 @@ class LoadedModel:
         """True if steps are recorded at start, which takes memory of the GPU."""
         return self.form.records_steps and not self.is_head and self.weights.device.type == "cuda"
 
-    def with_layers(self, layers: LayerChoice) -> LoadedModel:
-        """Returns the model with only `layers`; copies no tensor.
-
-        Raises ConfigurationError if a layer does not exist.
-        """
-        chosen = choose_layers(layers, self.config.num_layers)
-        weights = replace(self.weights, layers=tuple(self.weights.layers[index] for index in chosen))
-        return replace(self, config=self.config.with_layers(chosen), weights=weights)
-
     def bind(self, kv_cache: KVCache) -> Model:
         """Returns the model that computes in `kv_cache`."""
         return self.form(self.config, self.weights, kv_cache)
@@ -85,7 +76,6 @@ def load_model(
     device: torch.device,
     progress: Progress | None = None,
     *,
-    layers: LayerChoice | None = None,
     quantization: Quantization | None = None,
     form: type[Model] | None = None,
     numerics: Numerics = "fast",
@@ -95,14 +85,13 @@ def load_model(
 ) -> LoadedModel:
     """Reads `folder` (config.json, one or several .safetensors). Raises ConfigurationError if it is incomplete.
 
-    `layers`: layers to read; None: all. `form`: by default the result of `form_on` for `numerics`. `ends`: weights of
+    `form`: by default the result of `form_on` for `numerics`. `ends`: weights of
     the same model on the same device; the result shares their embedding, last norm and head. `rows`: new order of
     the rows of embedding and head, in which token i is token `rows[i]` of the folder; None: the folder's order.
     `num_outputs`: number of tokens that need logits; None: all. A GPU ignores it and computes all logits, because the
     checkpoint's size suits the kernels of products.
     """
     config = ModelConfig.from_folder(folder)
-    chosen = range(config.num_layers) if layers is None else choose_layers(layers, config.num_layers)
     form = form or form_on(config, dtype, device, numerics)
     if device.type != "cpu":
         num_outputs = None
@@ -112,12 +101,12 @@ def load_model(
     reader = WeightReader(
         config, TensorReader(folder, dtype, device), form.weight_format, quantization, rows, num_outputs
     )
-    weights = reader.read(chosen, progress or (lambda done, total: None), ends)
+    weights = reader.read(progress or (lambda done, total: None), ends)
     if rows is not None:
         config = config.with_rows(rows)
     if num_outputs is not None:
         config = replace(config, vocab_size=num_outputs)
-    return LoadedModel(config.with_layers(chosen), weights, form)
+    return LoadedModel(config, weights, form)
 
 
 def form_on(config: ModelConfig, dtype: torch.dtype, device: torch.device, numerics: Numerics = "fast") -> type[Model]:
@@ -151,18 +140,6 @@ def form_like(form: type[Model], config: ModelConfig, dtype: torch.dtype) -> typ
     return form if form.supports(config, dtype) else TorchModel
 
 
-def choose_layers(choice: LayerChoice, num_layers: int) -> Sequence[int]:
-    """Returns the indices of the layers that `choice` keeps. Raises ConfigurationError if one does not exist."""
-    if choice == "even":
-        return range(0, num_layers, 2)
-    if choice == "last-half":
-        return range(num_layers // 2, num_layers)
-    missing = [index for index in choice if index >= num_layers]
-    if missing or list(choice) != sorted(set(choice)):
-        raise ConfigurationError(f"layers {list(choice)}: name some of 0 to {num_layers - 1}, in order")
-    return choice
-
-
 class WeightReader:
     """Reads weights by their names in the supported families, and prepares each weight as soon as it is read."""
 
@@ -182,23 +159,20 @@ class WeightReader:
         self._rows = rows
         self._num_outputs = num_outputs
 
-    def read(self, layers: Sequence[int], progress: Progress, ends: ModelWeights | None = None) -> ModelWeights:
-        """Returns the model's weights, with the layers that have the indices `layers`.
-
-        With `ends`, all weights except those of the layers are shared with `ends`.
-        """
-        num_parts = 1 + len(layers) + 1
+    def read(self, progress: Progress, ends: ModelWeights | None = None) -> ModelWeights:
+        """Returns the model's weights. With `ends`, all except those of the layers are shared with `ends`."""
+        num_parts = 1 + self._config.num_layers + 1
         embedding = self._embedding() if ends is None else ends.embedding
         progress(1, num_parts)
-        read_layers = []
-        for index in layers:
+        layers = []
+        for index in range(self._config.num_layers):
             layer = f"model.layers.{index}"
-            read_layers.append(self.layer(layer, self.norm(f"{layer}.input_layernorm"), self._config.hidden_size))
-            progress(1 + len(read_layers), num_parts)
+            layers.append(self.layer(layer, self.norm(f"{layer}.input_layernorm"), self._config.hidden_size))
+            progress(1 + len(layers), num_parts)
         norm = self.norm("model.norm") if ends is None else ends.norm
         head = self._head(embedding) if ends is None else ends.head
         progress(num_parts, num_parts)
-        return ModelWeights(embedding, tuple(read_layers), norm, head)
+        return ModelWeights(embedding, tuple(layers), norm, head)
 
     def _embedding(self) -> torch.Tensor:
         return self.by_token("model.embed_tokens.weight")

@@ -60,7 +60,7 @@ def num_speculative_blocks(num_seqs: int, num_slots: int, block_size: int) -> in
     return -(-num_seqs * num_slots // block_size)
 
 
-SELF_DRAFTERS = ("self-int4", "layer-skip")
+SELF_DRAFTER = "self-int4"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,15 +119,10 @@ class PlannedModel:
         ends, steps = _num_end_parameters(config), StepModel.of(config)
         return cls(name, _num_parameters(config), config.num_layers, config.kv_size, dtype, steps, ends)
 
-    def drafting_in_process(self, drafter: str) -> PlannedModel:
-        """Returns the draft model that `drafter` derives from this target and runs in the target's process.
-
-        `drafter` is one of `SELF_DRAFTERS`. Only parameters beyond the target's tensors count: none for layer-skip,
-        which keeps every second layer, and the layers in INT4 for self-int4.
-        """
-        if drafter == "layer-skip":
-            return replace(self, name=drafter, num_parameters=0, num_layers=-(-self.num_layers // 2))
-        return replace(self, name=drafter, num_parameters=self.num_parameters - self.num_end_parameters, dtype="int4")
+    def drafting_in_process(self) -> PlannedModel:
+        """Returns this target as its own draft `SELF_DRAFTER`, in one process: only the layers count, in INT4."""
+        num_parameters = self.num_parameters - self.num_end_parameters
+        return replace(self, name=SELF_DRAFTER, num_parameters=num_parameters, dtype="int4")
 
     def with_wide_head(self) -> PlannedModel:
         """Returns the model with its head in 16 bits, because the PyTorch engine does not quantise the head.

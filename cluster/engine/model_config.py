@@ -73,11 +73,6 @@ class ModelConfig:
         """Returns the maximum number of positions that a row of `layer` attends to, including its own."""
         return self.sliding_windows[layer] if self.sliding_windows else self.max_position_embeddings
 
-    def with_layers(self, layers: Sequence[int]) -> ModelConfig:
-        """Returns the same model with only `layers`."""
-        windows = tuple(self.sliding_windows[layer] for layer in layers) if self.sliding_windows else ()
-        return replace(self, num_layers=len(layers), sliding_windows=windows)
-
     def with_rows(self, rows: Sequence[int]) -> ModelConfig:
         """Returns the configuration with an embedding and a head that consist of the rows `rows` of this model's."""
         mask = self.mask_token_id

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from cluster.config.workers import LayerChoice, Numerics, WorkerConfig
+from cluster.config.workers import Numerics, WorkerConfig
 from cluster.engine.batch import Batch, Segment, Unread, pack, slots_of
 from cluster.engine.blocks import BlockManager
 from cluster.engine.gpu_kernels.product_tiles import use_tiles
@@ -41,14 +41,13 @@ class ModelRunner:
         config: WorkerConfig,
         *,
         progress: Progress | None = None,
-        layers: LayerChoice | None = None,
         numerics: Numerics = "fast",
     ) -> ModelRunner:
         """Loads the model that `config` names, and allocates its cache. Raises ConfigurationError.
 
-        `layers` and `numerics` as in `load_model`.
+        `numerics` as in `load_model`.
         """
-        loaded = load_weights(config, progress=progress, layers=layers, numerics=numerics)
+        loaded = load_weights(config, progress=progress, numerics=numerics)
         num_bytes = kv_cache_budget(config, loaded, recorded_bytes(config, loaded))
         return cls.with_cache(loaded, config, num_bytes)
 
@@ -125,13 +124,12 @@ def load_weights(
     config: WorkerConfig,
     *,
     progress: Progress | None = None,
-    layers: LayerChoice | None = None,
     numerics: Numerics = "fast",
     ends: ModelWeights | None = None,
     rows: Sequence[int] | None = None,
     num_outputs: int | None = None,
 ) -> LoadedModel:
-    """Loads the model that `config` names; `layers` and later parameters as in `load_model`.
+    """Loads the model that `config` names; `numerics` and later parameters as in `load_model`.
 
     Raises ConfigurationError.
     """
@@ -146,7 +144,6 @@ def load_weights(
         dtype,
         device,
         progress,
-        layers=layers,
         quantization=quantization,
         numerics=numerics,
         ends=ends,

@@ -11,12 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from cluster.config.ray import PlacementConfig
 from cluster.placement.place import Endpoint, Place
 from cluster.speculation.demand import DraftDemand
 
 Pool = Literal["router", "target", "draft"]
 
+HEARTBEAT_SECONDS = 1.0
+"""Time between two announcements of a worker."""
+SETTLING_SECONDS = 6.0
+"""Time during which a new registry only adds to the lists that callers have."""
+_EXPIRY_SECONDS = 6.0  # a worker that is silent for longer is forgotten
 _FENCE_SECONDS = 120.0  # maximum delay of an announcement
 
 
@@ -78,10 +82,9 @@ def endpoints_after(last: Sequence[Endpoint], view: View) -> tuple[Endpoint, ...
 class Registry:
     """A registry. All times are seconds of the same monotonic clock."""
 
-    def __init__(self, incarnation: int, config: PlacementConfig, now: float) -> None:
+    def __init__(self, incarnation: int, now: float) -> None:
         self._incarnation = incarnation
-        self._config = config
-        self._settles_at = now + config.settling_seconds
+        self._settles_at = now + SETTLING_SECONDS
         self._is_settled = False
         self._ticked_at = now
         self._version = 0
@@ -128,12 +131,12 @@ class Registry:
         Must be called often. Time without calls does not count as silence, because the registry did not run and could
         not receive announcements.
         """
-        stood_still = now - self._ticked_at - self._config.heartbeat_seconds
+        stood_still = now - self._ticked_at - HEARTBEAT_SECONDS
         self._ticked_at = now
         if stood_still > 0:
             self._heard_at = {address: heard + stood_still for address, heard in self._heard_at.items()}
         for address, heard in tuple(self._heard_at.items()):
-            if now - heard > self._config.expiry_seconds:
+            if now - heard > _EXPIRY_SECONDS:
                 self._forget(address)
         self._fences = {
             address: (epoch, since) for address, (epoch, since) in self._fences.items() if now - since < _FENCE_SECONDS

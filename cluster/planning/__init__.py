@@ -7,6 +7,5 @@ round_costs  the time of a round
 latency      the time that a client waits
 prediction   throughput, latency and dollars of one placement of the draft
 options      the placements to compare
-published    the figures of the cluster that this project was modelled on, and the limits of its GPUs
 report       the predictions as text or JSON
 """

@@ -1,4 +1,4 @@
-"""Plans and the published figures, as text and as JSON."""
+"""Plans as text and as JSON."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from cluster.planning.prediction import Plan
-from cluster.planning.published import CheckedRow
 from cluster.planning.round_costs import RUN_AHEAD_HIDES
 from cluster.planning.steps import Efficiency
-
-_BELOW, _ABOVE = "*", "+"
 
 
 def plans_table(plans: Sequence[Plan], limits: Sequence[int] | None = None) -> str:
@@ -39,32 +36,6 @@ def plans_table(plans: Sequence[Plan], limits: Sequence[int] | None = None) -> s
             row[0] += f" ({plan.num_targets} target{'s' if plan.num_targets > 1 else ''}, {plan.utilization:.0%} busy)"
         rows.append(row + ([] if limits is None else [str(limits[index])]))
     return _aligned(rows)
-
-
-def published_table(rows: Sequence[CheckedRow]) -> str:
-    table = [["published", "tokens/s", "at most", "ms/token", "at least", "speedup", "$/M tokens", "implied $/h"]]
-    table[0] += ["E", "draft ms/token at least"]
-    for row in rows:
-        own, least = row.published, row.floor
-        table.append(
-            [
-                own.name,
-                f"{own.tokens_per_second:.0f}{_ABOVE if row.is_above_peak_compute else ' '}",
-                f"{least.tokens_per_second:.0f}",
-                f"{own.ms_per_token:.1f}{_BELOW if row.is_below_bandwidth_floor else ' '}",
-                f"{least.ms_per_token:.1f}",
-                f"{own.speedup:.2f}",
-                f"{own.dollars_per_million_tokens:.2f}",
-                f"{own.dollars_per_million_tokens * own.tokens_per_second * 3600 / 1e6:.1f}",
-                f"{least.tokens_a_round:.2f}",
-                f"{least.draft_token_ms:.1f}" if own.draft else "",
-            ]
-        )
-    return _aligned(table) + (
-        f"\n{_BELOW} below the bandwidth floor: fewer ms a token than reading the weights takes at the data sheet's "
-        "whole bandwidth,\n  even if draft and target overlap perfectly: no software can meet it"
-        f"\n{_ABOVE} above peak compute: more tokens a second than the target's FLOPs allow with k + 1 rows a round"
-    )
 
 
 def notes(efficiency: Efficiency, prompt_tokens: int, answer_tokens: int, *, is_measured: bool) -> str:
@@ -122,21 +93,14 @@ def _listed(entries: dict[str, list[str]]) -> str:
     )
 
 
-def to_json(plans: Sequence[Plan], published: Sequence[CheckedRow], limits: Sequence[int] | None) -> dict[str, Any]:
+def to_json(plans: Sequence[Plan], limits: Sequence[int] | None) -> dict[str, Any]:
     """Returns the plans as JSON, with times in seconds."""
     rows = []
     for index, plan in enumerate(plans):
         row = asdict(plan) | {"fits": plan.fits}
         row["round"] |= {"seconds": plan.round.seconds}
         rows.append(row | ({} if limits is None else {"most_seqs_within_limits": limits[index]}))
-    return {
-        "plans": rows,
-        "published": [
-            asdict(row)
-            | {"below_bandwidth_floor": row.is_below_bandwidth_floor, "above_peak_compute": row.is_above_peak_compute}
-            for row in published
-        ],
-    }
+    return {"plans": rows}
 
 
 def _ms(seconds: float) -> str:

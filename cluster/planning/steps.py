@@ -41,7 +41,6 @@ BOUNDS = ("weights", "KV", "logits", "arithmetic", "all-reduces", "fixed")
 "The bounds of a step's parts."
 
 ASSUMED = Efficiency()
-IDEAL = Efficiency(bandwidth=1.0, compute=1.0, all_reduce_seconds=0.0, step_seconds=0.0)
 
 
 @dataclass(frozen=True, slots=True)

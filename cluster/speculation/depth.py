@@ -6,7 +6,6 @@ controller, write a class with `measures`, `choose` and `observe`, and add a lin
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -80,49 +79,6 @@ class FixedController:
 
     def observe(self, rounds: Sequence[tuple[int, int]]) -> None:
         """Does nothing: the depth is fixed."""
-
-
-class ThresholdController:
-    """One depth for all sequences, adjusted by the mean acceptance of recent rounds (the published controller).
-
-    With an acceptance above 0.9 the depth grows by one, above 0.8 it stays, above 0.6 it shrinks by one unless it is 3
-    or less, and otherwise it shrinks by two. The window of 100 rounds restarts after every change, so that a depth is
-    judged by its own rounds.
-    """
-
-    measures = False
-    _WINDOW = 100  # rounds
-    _MIN_ROUNDS = 10
-
-    def __init__(self, num_speculative_tokens: int, maximum: int) -> None:
-        self._depth = num_speculative_tokens
-        self._maximum = maximum
-        self._rounds: deque[tuple[int, int]] = deque(maxlen=self._WINDOW)
-
-    def choose(self, step: NextStep) -> Choice:
-        return _same_for_all(self._depth, step.candidates)
-
-    def observe(self, rounds: Sequence[tuple[int, int]]) -> None:
-        for num_drafts, num_accepted in rounds:
-            self._observe_round(num_drafts, num_accepted)
-
-    def _observe_round(self, num_drafts: int, num_accepted: int) -> None:
-        self._rounds.append((num_drafts, num_accepted))
-        if len(self._rounds) < self._MIN_ROUNDS:
-            return
-        acceptance = sum(accepted for _, accepted in self._rounds) / sum(drafts for drafts, _ in self._rounds)
-        if acceptance > 0.9:
-            change = 1
-        elif acceptance > 0.8:
-            change = 0
-        elif acceptance > 0.6:
-            change = -1 if self._depth > 3 else 0
-        else:
-            change = -2
-        depth = min(max(1, self._depth + change), self._maximum)
-        if depth != self._depth:
-            self._depth = depth
-            self._rounds.clear()
 
 
 class GoodputController:
@@ -304,6 +260,4 @@ def make_controller(config: SpeculationConfig, steps: StepTimes) -> DepthControl
     """Returns the controller that `config` names; `goodput` predicts with `steps`."""
     if config.controller == "fixed":
         return FixedController(config.num_speculative_tokens)
-    if config.controller == "threshold":
-        return ThresholdController(config.num_speculative_tokens, config.max_speculative_tokens)
     return GoodputController(steps, config.draft_timeout_seconds)

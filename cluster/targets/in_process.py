@@ -73,7 +73,7 @@ class InProcessLink:
 
 def without_run_ahead(speculation: SpeculationConfig) -> SpeculationConfig:
     """Returns `speculation` without running ahead, for a drafter in the target's thread."""
-    return speculation.model_copy(update={"max_run_ahead": 0, "run_ahead_branches": 0})
+    return speculation.model_copy(update={"max_run_ahead": 0})
 
 
 class InProcessPool(LinkPool):

@@ -40,7 +40,7 @@ class Listener:
         return self._certificates is not None
 
     def new_server(self, options: Options = ()) -> grpc.aio.Server:
-        """Returns a server that requires the token, if any, in every call, including health and reflection."""
+        """Returns a server that requires the token, if any, in every call, including health."""
         token_checks = [] if self._token is None else [_TokenCheck(self._token)]
         return grpc.aio.server(interceptors=[*token_checks, _MessageCheck()], options=options)
 

@@ -297,12 +297,10 @@ def _resolve(config: Config) -> Config:
     elif config.has_sidecars:
         number = config.draft.replicas * config.target.replicas
         config = config.model_copy(update={"draft": config.draft.model_copy(update={"replicas": number})})
-    if _drafts_share_cores(config):
+    if _drafts_share_cores(config) and config.speculation.max_run_ahead is None:
         # On shared cores run-ahead takes time from the target, and is right one time in three or four. Of 2k+2, k+2
         # and k tokens, k was as good as k+2 and a tenth faster than 2k+2 (190M target, 2 cores).
-        closed = {"max_run_ahead": 0, "run_ahead_branches": 0}
-        unset = {key: value for key, value in closed.items() if getattr(config.speculation, key) is None}
-        config = config.model_copy(update={"speculation": config.speculation.model_copy(update=unset)})
+        config = config.model_copy(update={"speculation": config.speculation.model_copy(update={"max_run_ahead": 0})})
     target_ports = free_ports(config.target.replicas)
     draft_ports = free_ports(config.draft.replicas)
     port = _router_port(config)

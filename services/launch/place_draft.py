@@ -12,8 +12,8 @@ from services.launch.cores import divide_cores
 from services.launch.host_cores import num_target_cores, read_cores
 
 # The measured cases: models of the PyTorch engine, and drafters that compute hardly anything.
-_DRAFTERS = ("model", "self-int4", "layer-skip", "ngram")
-_MODELS = ("model", "parallel", "self-int4", "layer-skip")  # drafters that compute on a GPU
+_DRAFTERS = ("model", "self-int4", "ngram")
+_MODELS = ("model", "parallel", "self-int4")  # drafters that compute on a GPU
 _MIN_CORES = 4  # for the draft alone; with fewer it gains hardly anything over the core that it shares in a pool
 
 

@@ -14,8 +14,7 @@ from cluster.errors import ConfigurationError
 from cluster.planning.hardware import DEFAULT_HOST_CPU, GPUS, HOST_CPUS, parse_gpus, parse_price
 from cluster.planning.options import LOCAL_ROUND_TRIP_SECONDS, NGRAM_ACCEPTANCE, ClusterRequest, options
 from cluster.planning.prediction import ExpectedLoad, Option, most_sequences, plan
-from cluster.planning.published import checked_table
-from cluster.planning.report import notes, plans_table, published_table, to_json
+from cluster.planning.report import notes, plans_table, to_json
 from cluster.planning.steps import Efficiency
 from services.argument_types import above_zero, not_below_zero, share
 
@@ -159,13 +158,10 @@ def run(arguments: argparse.Namespace) -> int:
         found = list(options(request))
     plans = [plan(option, load, arguments.context) for option in found]
     limits = _limits(arguments, found, load)
-    published = [] if arguments.measure else checked_table()
     if arguments.json:
-        print(json.dumps(to_json(plans, published, limits), indent=2))
+        print(json.dumps(to_json(plans, limits), indent=2))
     else:
         print(plans_table(plans, limits))
-        if published:
-            print(f"\n{published_table(published)}")
         print(f"\n{notes(efficiency, load.prompt_tokens, load.answer_tokens, is_measured=arguments.measure)}")
     return 0 if any(one.fits for one in plans) else 1
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from cluster.engine.memory_plan import SELF_DRAFTERS, Memory, PlannedModel, describe, plan_pair
+from cluster.engine.memory_plan import SELF_DRAFTER, Memory, PlannedModel, describe, plan_pair
 from cluster.errors import ConfigurationError
 from services.argument_types import above_zero
 
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--draft",
         required=True,
         metavar="MODEL[:DTYPE]",
-        help=f"or {' or '.join(SELF_DRAFTERS)}: made of the target, in its process",
+        help=f"or {SELF_DRAFTER}: made of the target, in its process",
     )
     parser.add_argument(
         "--gpu-memory", type=above_zero(float), default=80.0, metavar="GB", help="memory of one GPU; default 80"
@@ -67,12 +67,12 @@ def run(arguments: argparse.Namespace) -> int:
 
     draft_gigabytes: float | None = arguments.draft_gpu_memory
     target = PlannedModel.parse(arguments.target)
-    if arguments.draft in SELF_DRAFTERS:
+    if arguments.draft == SELF_DRAFTER:
         if draft_gigabytes is not None:
             raise ConfigurationError(
                 f"--draft {arguments.draft} is on the target's GPU, whose tensors it uses: leave --draft-gpu-memory out"
             )
-        draft = target.drafting_in_process(arguments.draft)
+        draft = target.drafting_in_process()
     else:
         draft = PlannedModel.parse(arguments.draft)
     budgets = plan_pair(

@@ -9,11 +9,8 @@ from cluster.config import Config
 from cluster.diagnosis.findings import Finding
 
 _CACHE_FACTORS = (2, 4)
-_MIN_LAYERS = 2  # minimum number of layers that layer-skip keeps
 
 Settings = tuple[str, ...]  # SECTION.KEY=VALUE
-SearchLayers = Callable[[Config], Sequence[int]]
-"Finds the layers that layer-skip should keep."
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +26,7 @@ class SettingsCandidate:
 
 
 def candidates(
-    config: Config, findings: Sequence[Finding], search_layers: SearchLayers, drafts: Iterable[Settings] = ()
+    config: Config, findings: Sequence[Finding], drafts: Iterable[Settings] = ()
 ) -> Iterator[SettingsCandidate]:
     """Yields the settings of `drafts`, then those that may solve each of `findings`, in their order.
 
@@ -41,27 +38,27 @@ def candidates(
             seen.add(settings)
             yield SettingsCandidate(settings, "draft to compare")
     for finding in findings:
-        for settings in _REMEDIES.get(finding.name, _none)(config, search_layers):
+        for settings in _REMEDIES.get(finding.name, _none)(config):
             if settings not in seen:
                 seen.add(settings)
                 yield SettingsCandidate(settings, finding.name)
 
 
-_Remedy = Callable[[Config, SearchLayers], Iterator[Settings]]
+_Remedy = Callable[[Config], Iterator[Settings]]
 
 
-def _none(config: Config, search_layers: SearchLayers) -> Iterator[Settings]:
+def _none(config: Config) -> Iterator[Settings]:
     return iter(())
 
 
-def _threads(config: Config, search_layers: SearchLayers) -> Iterator[Settings]:
+def _threads(config: Config) -> Iterator[Settings]:
     for pool, worker in (("target", config.target), ("draft", config.draft)):
         if worker.threads is not None:
             yield (f"{pool}.threads=null",)
 
 
 def _cache_of(pool: str) -> _Remedy:
-    def remedy(config: Config, search_layers: SearchLayers) -> Iterator[Settings]:
+    def remedy(config: Config) -> Iterator[Settings]:
         worker = config.target if pool == "target" else config.draft
         if worker.kv_cache_bytes is not None:
             for factor in _CACHE_FACTORS:
@@ -72,32 +69,26 @@ def _cache_of(pool: str) -> _Remedy:
     return remedy
 
 
-def _another_draft(config: Config, search_layers: SearchLayers) -> Iterator[Settings]:
+def _another_draft(config: Config) -> Iterator[Settings]:
     """Returns the settings of another draft that needs no training."""
     drafter = config.draft.drafter
     if drafter != "ngram":
         yield ("draft.drafter=ngram",)
-    if config.target.engine != "torch":
-        return
-    if drafter != "self-int4":
+    if config.target.engine == "torch" and drafter != "self-int4":
         yield ("draft.drafter=self-int4",)
-    layers = search_layers(config)
-    if len(layers) >= _MIN_LAYERS:
-        kept = f"draft.layers=[{','.join(map(str, layers))}]"
-        yield "draft.drafter=layer-skip", kept, "draft.quantization=null"  # an earlier trial may have set it
 
 
-def _cheaper_draft(config: Config, search_layers: SearchLayers) -> Iterator[Settings]:
+def _cheaper_draft(config: Config) -> Iterator[Settings]:
     if config.draft.drafter in ("model", "eagle", "mtp") and config.draft.quantization is None:
         yield ("draft.quantization=int8",)
         yield ("draft.quantization=int4",)
-    yield from _nearer_draft(config, search_layers)
-    yield from _another_draft(config, search_layers)
+    yield from _nearer_draft(config)
+    yield from _another_draft(config)
 
 
-def _nearer_draft(config: Config, search_layers: SearchLayers) -> Iterator[Settings]:
+def _nearer_draft(config: Config) -> Iterator[Settings]:
     placement, drafter = config.draft.placement, config.draft.drafter
-    is_torch = config.target.engine == "torch" and drafter in ("model", "self-int4", "layer-skip", "ngram")
+    is_torch = config.target.engine == "torch" and drafter in ("model", "self-int4", "ngram")
     if is_torch and placement != "in-process" and config.draft.replicas == config.target.replicas:
         yield ("draft.placement=in-process",)
     if placement == "pool" and config.draft.replicas % config.target.replicas == 0:

@@ -16,10 +16,7 @@ from tqdm import tqdm
 from cluster.config import Config
 from cluster.config.file import load_config, parse_config, read_tree
 from cluster.diagnosis.measurements import Workload
-from cluster.engine.model_config import ModelConfig
 from cluster.errors import ConfigurationError, UnavailableError
-from cluster.model_folder import resolve_model_folder
-from cluster.tokenization import Tokenizer
 from services.argument_types import above_zero
 from services.doctor.cli import add_load_arguments, examine_cluster, read_prompts
 from services.launch.local import LocalCluster
@@ -30,7 +27,6 @@ from services.running_cluster.workers import look_around
 from services.terminal import as_line
 from services.tune.candidates import Settings, SettingsCandidate, candidates
 
-_NUM_TEXTS = 4  # texts for the search of layers
 _LEAST_GAIN = 1.03  # minimum gain to keep a setting: less may be chance
 
 
@@ -108,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(as_line(f"{finding.name}: {finding.what}"))
     chosen: list[str] = []
     trials: list[Trial] = []
-    for candidate in candidates(config, report.findings, lambda config: _search_layers(config, prompts), drafts):
+    for candidate in candidates(config, report.findings, drafts):
         trial = _try(arguments, [*overrides, *chosen], candidate, prompts)
         trials.append(trial)
         print(as_line(trial.line()), flush=True)
@@ -157,15 +153,6 @@ def _draft_settings(config: Config, drafts: Sequence[str]) -> Sequence[Settings]
     from services.tune.drafts import draft_settings  # it imports torch
 
     return list(draft_settings(config.target.model, drafts))
-
-
-def _search_layers(config: Config, prompts: Sequence[str]) -> Sequence[int]:
-    from services.tune.layers import num_trials, search_layers  # it runs the engine, so it imports torch
-
-    folder = resolve_model_folder(config.target.model)
-    total = num_trials(ModelConfig.from_folder(folder).num_layers)
-    with tqdm(total=total, desc="layers", file=sys.stderr, disable=None) as progress:
-        return search_layers(config, prompts[:_NUM_TEXTS], Tokenizer(folder), progress.update)
 
 
 def _write(arguments: argparse.Namespace, chosen: Sequence[str], trials: Sequence[Trial]) -> None:

@@ -113,16 +113,25 @@ def test_rejection_is_refused_where_it_cannot_be(override, said):
         load_config(overrides=["speculation.acceptance=rejection", override])
 
 
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (["draft.placement=in-process", "draft.drafter=simulated"], "target.engine simulated, not torch"),
-        (["draft.ngram_min=5"], "ngram_min 5 exceeds ngram_max 4"),
-    ],
-)
-def test_a_drafter_that_cannot_be_is_refused(overrides, said):
-    with pytest.raises(ConfigurationError, match=said):
-        load_config(None, overrides)
+def test_a_drafter_that_cannot_be_is_refused():
+    with pytest.raises(ConfigurationError, match=r"target\.engine simulated, not torch"):
+        load_config(None, ["draft.placement=in-process", "draft.drafter=simulated"])
+
+
+def test_retired_settings_have_no_effect_but_a_warning(caplog):
+    retired = [
+        "draft.ngram_min=2",
+        "draft.drafter=layer-skip",
+        "speculation.controller=threshold",
+        "ray.router={num_gpus: 0}",
+    ]
+    assert load_config(None, retired) == load_config(None, ["draft.drafter=ngram"])
+    assert [message.split(":")[0] for message in caplog.messages] == [
+        "draft.ngram_min is ignored and will be refused by the next version",
+        "ray.router.num_gpus is ignored and will be refused by the next version",
+        "draft.drafter layer-skip is replaced by ngram and will be refused by the next version",
+        "speculation.controller threshold is replaced by goodput and will be refused by the next version",
+    ]
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu"])

@@ -214,7 +214,7 @@ def test_an_unknown_option_is_an_error_of_its_command_and_names_the_nearest(
         (["--target", "70B", "--draft", "7B"], 1, "74.0 GB short"),
         (["--target", "70B", "--gpus", "4", "--draft", "7B", "--draft-gpu-memory", "24"], 0, "draft 7B fp16"),
         (["--target", "outrider-target-12m:bf16", "--draft", "outrider-draft-2m:fp32"], 0, "left of 80 GB"),
-        (["--target", "70B:int8", "--draft", "layer-skip"], 0, "draft layer-skip int8"),
+        (["--target", "13B:int8", "--draft", "self-int4"], 0, "draft self-int4"),
     ],
 )
 def test_plan_memory_prints_the_budget(

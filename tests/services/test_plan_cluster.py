@@ -22,8 +22,7 @@ def test_by_default_the_published_cluster_is_planned(capsys: pytest.CaptureFixtu
         "n-gram",
     ):
         assert option in printed
-    assert "6.8*" in printed
-    assert printed.index("published") < printed.index("\nformula\n") < printed.index("\nassumption\n")
+    assert printed.index("\nformula\n") < printed.index("\nassumption\n")
 
 
 def test_json_has_the_same(capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,7 +32,6 @@ def test_json_has_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     assert plain["option"] == "no speculation"
     assert plain["round"]["num_speculative_tokens"] == 0
     assert plain["most_seqs_within_limits"] > 0
-    assert [row["below_bandwidth_floor"] for row in found["published"]] == [True, True, False, False, True]
 
 
 def test_the_exit_code_says_that_nothing_fits() -> None:
@@ -76,4 +74,3 @@ def test_measured_steps_of_the_bundled_pair(capsys: pytest.CaptureFixture[str]) 
     assert [row["option"] for row in found["plans"]] == ["no speculation", "draft on shared cores"]
     assert all(row["tokens_per_second"] > 0 and row["dollars_per_hour"] is None for row in found["plans"])
     assert found["plans"][1]["round"]["draft_seconds"] > 0
-    assert not found["published"]

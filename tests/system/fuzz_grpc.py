@@ -28,7 +28,7 @@ from services.launch.local import LocalCluster
 from tests.system.conftest import READY_TIMEOUT_SECONDS, cluster_config
 from tests.system.fuzzing import Figures, Resources, assert_nothing_kept, fuzz, programs, run_for_long
 
-SETTINGS = ("speculation.max_run_ahead=34", "speculation.run_ahead_branches=2")
+SETTINGS = ("speculation.max_run_ahead=34",)
 _SPECULATE = "/speculation.v1.Draft/Speculate"
 _GENERATE = "/speculation.v1.Target/GenerateMany"
 _UNARY: dict[str, tuple[tuple[str, type[Message]], ...]] = {

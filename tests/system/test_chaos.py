@@ -24,12 +24,11 @@ SETTINGS = (
     "target.replicas=2",
     "draft.replicas=3",
     "speculation.tree_width=3",
-    "speculation.run_ahead_branches=2",
     "speculation.max_run_ahead=20",
 )
 
 
-@pytest.fixture(scope="module", params=length(["goodput"], ["goodput", "threshold", "fixed"]))
+@pytest.fixture(scope="module", params=length(["goodput"], ["goodput", "fixed"]))
 def cluster_of_all(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
     with LocalCluster(cluster_config(*SETTINGS, f"speculation.controller={request.param}")) as cluster:
         cluster.wait_ready(READY_TIMEOUT_SECONDS)

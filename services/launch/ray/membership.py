@@ -10,7 +10,7 @@ from pathlib import Path
 from cluster.config import Config
 from cluster.owned_folder import OwnedFolder
 from cluster.placement.place import Endpoint
-from cluster.placement.registry import Announcement, Pool, endpoints_after
+from cluster.placement.registry import HEARTBEAT_SECONDS, Announcement, Pool, endpoints_after
 from services.launch.ray.registry_actor import RegistryClient
 
 logger = logging.getLogger("ray.serve.outrider")
@@ -36,7 +36,6 @@ class Announcer:
         self._registry = RegistryClient(application, config)
         self._describe = describe
         self._has_ended = has_ended
-        self._heartbeat_seconds = config.placement.heartbeat_seconds
         self._listed: Announcement | None = None
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._run, name="announcer", daemon=True)
@@ -52,7 +51,7 @@ class Announcer:
     def _run(self) -> None:
         while not self._leaving.is_set() and not self._has_ended():
             self._announce()
-            self._leaving.wait(self._heartbeat_seconds)
+            self._leaving.wait(HEARTBEAT_SECONDS)
         if self._listed is not None:
             self._registry.withdraw(self._listed.address, self._listed.epoch)
 

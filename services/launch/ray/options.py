@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from cluster.config import Config
-from cluster.config.ray import RayPoolConfig
+from cluster.config.ray import RayPoolConfig, RayProgramConfig
 from cluster.config.workers import WorkerConfig
 from cluster.errors import ConfigurationError
 from cluster.placement.registry import Pool
@@ -68,7 +68,7 @@ def deployment_options(config: Config) -> tuple[DeploymentOptions, ...]:
         DeploymentOptions(
             "router",
             ray.router.replicas,
-            _actor_options(ray.router, 0.0),
+            _actor_options(ray.router),
             # Serve waits for requests that came through its proxy before the router drains those that came directly.
             2 * config.router.drain_seconds + _END_SECONDS,
             max_ongoing_requests=config.router.max_waiting_requests + 100,  # the router itself answers 503 when full
@@ -101,7 +101,7 @@ def replicas_within_bounds(config: Config, pool: ScaledPool, num_replicas: int) 
 
 
 def _target_options(config: Config) -> DeploymentOptions:
-    actor = _actor_options(config.ray.target, _default_gpus(config.target, config.ray.target))
+    actor = _worker_options(config.target, config.ray.target)
     drain_seconds = config.target.drain_seconds + _END_SECONDS
     if not config.has_sidecars:
         return DeploymentOptions("target", config.target.replicas, actor, drain_seconds)
@@ -124,7 +124,7 @@ def _draft_options(name: str, config: Config, pool: RayPoolConfig, num_replicas:
 
 
 def _draft_actor_options(config: Config, pool: RayPoolConfig) -> dict[str, Any]:
-    options = _actor_options(pool, _default_gpus(config.draft, pool))
+    options = _worker_options(config.draft, pool)
     if config.drafts_on_host_cpu:
         options["num_cpus"] = max(options["num_cpus"], host_cpu_threads(config))
     return options
@@ -144,21 +144,25 @@ def _bundle(actor: Mapping[str, Any]) -> dict[str, float]:
     return {name: amount for name, amount in bundle.items() if amount}
 
 
-def _actor_options(pool: RayPoolConfig, default_gpus: float) -> dict[str, Any]:
-    options: dict[str, Any] = {
-        "num_cpus": pool.num_cpus,
-        "num_gpus": default_gpus if pool.num_gpus is None else pool.num_gpus,
-        "runtime_env": {"env_vars": dict(_ENVIRONMENT)},
-    }
-    for name in ("accelerator_type", "resources", "label_selector"):
-        if value := getattr(pool, name):
-            options[name] = value
+def _worker_options(worker: WorkerConfig, pool: RayPoolConfig) -> dict[str, Any]:
+    has_gpus = worker.device == "cuda" or pool.accelerator_type is not None
+    default_gpus = float(worker.tensor_parallel_size) if has_gpus else 0.0
+    options = _actor_options(pool, default_gpus if pool.num_gpus is None else pool.num_gpus)
+    if pool.accelerator_type is not None:
+        options["accelerator_type"] = pool.accelerator_type
     return options
 
 
-def _default_gpus(worker: WorkerConfig, pool: RayPoolConfig) -> float:
-    has_gpus = worker.device == "cuda" or pool.accelerator_type is not None
-    return float(worker.tensor_parallel_size) if has_gpus else 0.0
+def _actor_options(program: RayProgramConfig, num_gpus: float = 0.0) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "num_cpus": program.num_cpus,
+        "num_gpus": num_gpus,
+        "runtime_env": {"env_vars": dict(_ENVIRONMENT)},
+    }
+    for name in ("resources", "label_selector"):
+        if value := getattr(program, name):
+            options[name] = value
+    return options
 
 
 def _refuse_what_cannot_work(config: Config) -> None:

@@ -34,8 +34,8 @@ class RegistryActor:
     Ray makes an actor of it; its calls run in one event loop.
     """
 
-    def __init__(self, application: str, config: Config) -> None:
-        self._registry = Registry(secrets.randbits(62), config.placement, time.monotonic())
+    def __init__(self, application: str) -> None:
+        self._registry = Registry(secrets.randbits(62), time.monotonic())
         self._autoscaler = Autoscaler(application)
         self._configured_by = 0  # epoch of a worker
         self._scaling: asyncio.Task[None] | None = None
@@ -122,7 +122,7 @@ class RegistryClient:
     def _ask(self, patience: float, method: str, *arguments: object) -> Any:
         try:
             if self._actor is None:
-                self._actor = _get_or_make(self._application, self._config)
+                self._actor = _get_or_make(self._application)
             answer = ray.get(getattr(self._actor, method).remote(*arguments), timeout=patience)
         except (ray.exceptions.RayError, ValueError) as error:
             if not isinstance(error, ray.exceptions.GetTimeoutError):
@@ -167,7 +167,7 @@ def _name(application: str) -> str:
     return f"registry of {application}"
 
 
-def _get_or_make(application: str, config: Config) -> Any:
+def _get_or_make(application: str) -> Any:
     options = {
         "name": _name(application),
         "namespace": _NAMESPACE,
@@ -178,4 +178,4 @@ def _get_or_make(application: str, config: Config) -> Any:
         "resources": {_ON_THE_HEAD: 0.001},
         "scheduling_strategy": "DEFAULT",  # outside of the placement group of the replica that creates it
     }
-    return ray.remote(RegistryActor).options(**options).remote(application, config)
+    return ray.remote(RegistryActor).options(**options).remote(application)

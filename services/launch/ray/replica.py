@@ -32,6 +32,7 @@ _POLL_SECONDS = 0.1
 _KNOWN_SECONDS = 10.0  # time for a router to find targets, if there are any
 _HEARD_SECONDS = 2.5  # routers check their lists twice a second, read a list that was unchanged twice, then poll
 _ACCELERATOR_LABEL = "ray.io/accelerator-type"
+_REGION_LABEL = "ray.io/availability-region"
 _CALLED: dict[Pool, Pool | None] = {"router": "target", "target": "draft", "draft": None}
 
 
@@ -176,7 +177,7 @@ class ProgramReplica:
         return NodeLabels(
             labels.get(keys.host_label),
             labels.get(keys.zone_label),
-            labels.get(keys.region_label),
+            labels.get(_REGION_LABEL),
             labels.get(_ACCELERATOR_LABEL),
         )
 

@@ -19,6 +19,7 @@ from services.launch.ray.options import replicas_within_bounds
 logger = logging.getLogger("ray.serve.outrider")
 
 _CALL_SECONDS = 3.0
+_INTERVAL_SECONDS = 5.0  # between two decisions
 _POOL = ("application", "pool")
 
 
@@ -63,7 +64,7 @@ class Autoscaler:
         if self._scaler is None or self._config is None or now < self._decide_at:
             return
         scaling = self._config.ray.scaling
-        self._decide_at = now + scaling.interval_seconds
+        self._decide_at = now + _INTERVAL_SECONDS
         self.decisions = self._scaler.decide(targets, drafts, now)
         for decision in self.decisions:
             self._publish(decision)

@@ -22,7 +22,7 @@ class Connections:
         self.config = config
         self._metrics = metrics
         self._limit = config.max_connections
-        self._limit_per_address = config.max_connections_per_address or max(1, self._limit // 2)
+        self._limit_per_address = max(1, self._limit // 2)
         self._num_of: Counter[str] = Counter()
         self._num_open = 0
 

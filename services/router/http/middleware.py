@@ -20,6 +20,7 @@ from services.router.http.body import BodyRoom, read_body
 from services.router.http.streaming import NotedSend, error_event, note_outcome
 from services.router.metrics import RouterMetrics
 
+_MAX_BODIES_BYTES = 512 * 2**20  # of all bodies in flight together, so that few clients cannot take all memory
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
@@ -75,7 +76,7 @@ class Admission:
         self._limit = config.max_waiting_requests
         self._max_body_bytes = config.max_body_bytes
         self._body_timeout_s = config.body_timeout_seconds
-        self._room = BodyRoom(config.max_bodies_bytes)
+        self._room = BodyRoom(_MAX_BODIES_BYTES)
         self._metrics = metrics
         self._num_in_flight = 0
 

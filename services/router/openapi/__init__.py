@@ -1,1 +1,1 @@
-"""`/openapi.json`, the API's OpenAPI document, and `/docs`, the same as a page."""
+"""`/openapi.json`, the API's OpenAPI document."""

@@ -1,4 +1,4 @@
-"""The routes of the OpenAPI document and its page, both built at their first request."""
+"""The route of the OpenAPI document, which is built at its first request."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from functools import cached_property
 
 from pydantic_core import to_json
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from services.router.openapi.document import openapi_document
-from services.router.openapi.page import docs_page
 
 
 class OpenApi:
@@ -20,19 +19,15 @@ class OpenApi:
     def routes(self) -> list[Route]:
         return [
             Route("/openapi.json", self._show_document, methods=["GET"]),
-            Route("/docs", self._show_page, methods=["GET"]),
+            Route("/docs", self._lead_to_document, methods=["GET"]),
         ]
 
     @cached_property
     def _document(self) -> bytes:
         return to_json(openapi_document(self._version))
 
-    @cached_property
-    def _page(self) -> str:
-        return docs_page(openapi_document(self._version))
-
     async def _show_document(self, _: Request) -> Response:
         return Response(self._document, media_type="application/json")
 
-    async def _show_page(self, _: Request) -> Response:
-        return HTMLResponse(self._page)
+    async def _lead_to_document(self, _: Request) -> Response:
+        return RedirectResponse("openapi.json")

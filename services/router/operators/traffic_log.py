@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 _OWNER_ONLY = 0o600
 # Another user may put a link into a shared folder, or a FIFO, which without O_NONBLOCK waits for a reader.
 _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_FULL = "it is full: see router.traffic_log_max_bytes"
+_FULL = "it is full"
+MAX_BYTES = 2**30  # of the file
 
 
 class TrafficLog:
@@ -30,7 +31,7 @@ class TrafficLog:
     one line per router.
     """
 
-    def __init__(self, path: str, max_bytes: int) -> None:
+    def __init__(self, path: str, max_bytes: int = MAX_BYTES) -> None:
         """Raises ConfigurationError if the file cannot be written, is a link, or belongs to another user."""
         try:
             self._file = os.open(path, _FLAGS, _OWNER_ONLY)
@@ -51,7 +52,7 @@ class TrafficLog:
 
     @classmethod
     def of(cls, config: RouterConfig) -> TrafficLog | None:
-        return None if config.traffic_log_file is None else cls(config.traffic_log_file, config.traffic_log_max_bytes)
+        return None if config.traffic_log_file is None else cls(config.traffic_log_file)
 
     def add(self, prompts: Iterable[Sequence[int]]) -> None:
         """Appends `prompts`. A full or missing disk ends the log, but never fails a request."""

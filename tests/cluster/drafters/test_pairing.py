@@ -55,7 +55,7 @@ def test_an_unknown_target_leaves_it_its_own_tokens(draft: Path, caplog: pytest.
     assert "only targets with the tokenizer of" in caplog.messages[0]
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "self-int4", "layer-skip"])
+@pytest.mark.parametrize("drafter", ["ngram", "self-int4"])
 def test_a_drafter_without_a_tokenizer_of_its_own_needs_no_map(drafter: str, draft: Path) -> None:
     assert draft_vocabulary(config_of(draft, f"draft.drafter={drafter}", f"target.model={TARGET}")) is None
 

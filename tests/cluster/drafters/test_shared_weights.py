@@ -74,28 +74,6 @@ def layer_addresses(model: LoadedModel) -> list[object]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("quantization", [None, "int4"])
-def test_layer_skip_has_all_tensors_of_the_target(
-    form: type[Model], dtype: str, quantization: str | None, new_config: Callable[..., Config]
-) -> None:
-    target, draft = both(new_config("layer-skip", {"dtype": dtype, "quantization": quantization}))
-    assert ends(draft) == ends(target)
-    assert layer_addresses(draft) == layer_addresses(target)[::2]
-    assert draft.config.num_layers == 2
-
-
-@pytest.mark.skipif(not has_kernels(), reason="the kernels do not run here")
-def test_the_kernels_are_given_the_same_addresses(new_config: Callable[..., Config]) -> None:
-    """Packed weights included, and the rotary angles; the caches are apart."""
-    models = [ModelRunner(model, 4, 8).model for model in both(new_config("layer-skip"))]
-    target, draft = (model for model in models if isinstance(model, CpuModel))
-    own = slice(-3, -1)  # keys and values, before the span of attention
-    assert torch.equal(draft._layers[:, :-3], target._layers[::2, :-3])
-    assert not torch.any(draft._layers[:, own] == target._layers[::2, own])
-    assert torch.equal(draft._table[1:13], target._table[1:13])  # embedding, angles, norm and head
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_self_int4_has_the_targets_embedding_and_head(
     form: type[Model], dtype: str, new_config: Callable[..., Config]
 ) -> None:
@@ -109,9 +87,8 @@ def test_self_int4_of_a_target_in_int4_is_the_target(new_config: Callable[..., C
     assert draft is target
 
 
-@pytest.mark.parametrize("drafter", ["layer-skip", "self-int4"])
-def test_what_is_shared_computes_what_a_copy_does(drafter: str, new_config: Callable[..., Config]) -> None:
-    config = new_config(drafter, {"dtype": "float32"}, {"dtype": "float32"})
+def test_what_is_shared_computes_what_a_copy_does(new_config: Callable[..., Config]) -> None:
+    config = new_config("self-int4", {"dtype": "float32"}, {"dtype": "float32"})
     copied = ModelRunner(load_draft_weights(config), 4, 8)
     shared = ModelRunner(both(config)[1], 4, 8)
     assert torch.equal(shared.run([SEGMENT]), copied.run([SEGMENT]))
@@ -120,10 +97,8 @@ def test_what_is_shared_computes_what_a_copy_does(drafter: str, new_config: Call
 @pytest.mark.parametrize(
     ("drafter", "draft", "why"),
     [
-        ("layer-skip", {"dtype": "float32"}, "draft.dtype float32.*which are bfloat16"),
         ("self-int4", {"dtype": "float32"}, "draft.dtype float32.*which are bfloat16"),
-        ("layer-skip", {"device": "cuda"}, "draft.device cuda.*which are cpu"),
-        ("layer-skip", {"quantization": "int8"}, "draft.quantization int8.*set target.quantization"),
+        ("self-int4", {"device": "cuda"}, "draft.device cuda.*which are cpu"),
     ],
 )
 def test_settings_that_would_need_a_copy_are_refused(

@@ -11,7 +11,6 @@ from safetensors import safe_open
 from cluster.engine.kv_cache import block_bytes
 from cluster.engine.memory_plan import (
     GB,
-    SELF_DRAFTERS,
     Budget,
     Memory,
     PlannedModel,
@@ -149,12 +148,11 @@ def test_a_folder_without_a_model_is_said(tmp_path: Path) -> None:
 def test_a_draft_made_of_its_target_takes_what_the_target_does_not_have() -> None:
     target = PlannedModel.parse("outrider-target-12m:bf16")
     config = ModelConfig.from_folder(resolve_model_folder("outrider-target-12m"))
-    skipping, quantised = (target.drafting_in_process(drafter) for drafter in SELF_DRAFTERS[::-1])
-    assert (skipping.weight_bytes, skipping.num_layers) == (0, -(-config.num_layers // 2))
+    quantised = target.drafting_in_process()
     ends = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2) + config.hidden_size
     assert quantised.weight_bytes == (target.num_parameters - ends) / 2
     assert quantised.kv_bytes_per_token == target.kv_bytes_per_token
-    assert PlannedModel.parse("70B").drafting_in_process("self-int4").weight_bytes == 35e9  # its ends are not known
+    assert PlannedModel.parse("70B").drafting_in_process().weight_bytes == 35e9  # its ends are not known
 
 
 def test_the_table_that_is_printed() -> None:

@@ -7,11 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.config.ray import PlacementConfig
 from cluster.placement.place import Endpoint
 from cluster.placement.registry import Announcement, Load, NodeLabels, Registry, View, endpoints_after
-
-CONFIG = PlacementConfig(heartbeat_seconds=1, expiry_seconds=5, settling_seconds=4)
 
 
 def target(name: str, epoch: int = 1, replica: str | None = None) -> Announcement:
@@ -23,7 +20,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 100.0
-        self.registry = Registry(7, CONFIG, self.now)
+        self.registry = Registry(7, self.now)
 
     def passes(self, seconds: int, *alive: Announcement) -> None:
         for _ in range(seconds):
@@ -47,7 +44,7 @@ def listed_after(last: Sequence[str], view: View) -> tuple[str, ...]:
 @pytest.fixture
 def clock() -> Clock:
     clock = Clock()
-    clock.passes(5)
+    clock.passes(6)
     return clock
 
 
@@ -71,7 +68,7 @@ def test_the_version_changes_with_the_lists_and_not_with_the_load(clock: Clock) 
 
 def test_who_is_silent_is_forgotten(clock: Clock) -> None:
     clock.announce(target("a"))
-    clock.passes(6, target("b"))
+    clock.passes(7, target("b"))
     assert clock.listed == ["b:1"]
 
 
@@ -80,7 +77,7 @@ def test_a_registry_that_stood_still_forgets_nobody(clock: Clock) -> None:
     clock.now += 60
     clock.registry.tick(clock.now)
     assert clock.listed == ["a:1"]
-    clock.passes(6)
+    clock.passes(7)
     assert clock.listed == []
 
 
@@ -126,7 +123,7 @@ def test_a_new_registry_only_adds_to_the_lists_until_it_has_settled() -> None:
     clock.announce(target("c"))
     assert listed_after(last, clock.registry.view("target")) == ("a:1", "b:1", "c:1")
     unsettled = clock.registry.view("target").stamp
-    clock.passes(4, target("b"), target("c"))
+    clock.passes(6, target("b"), target("c"))
     settled = clock.registry.view("target")
     assert settled.stamp != unsettled
     assert listed_after(last, settled) == ("b:1", "c:1")
@@ -137,7 +134,7 @@ def test_an_empty_list_of_a_settled_registry_is_one(clock: Clock) -> None:
 
 
 def test_two_registries_never_have_the_same_stamp(clock: Clock) -> None:
-    assert Registry(8, CONFIG, 0.0).view("target").stamp != Registry(9, CONFIG, 0.0).view("target").stamp
+    assert Registry(8, 0.0).view("target").stamp != Registry(9, 0.0).view("target").stamp
 
 
 def test_a_caller_hears_where_a_worker_is(clock: Clock) -> None:

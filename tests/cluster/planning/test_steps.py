@@ -7,7 +7,8 @@ import pytest
 from cluster.engine.memory_plan import PlannedModel
 from cluster.planning.hardware import parse_gpus
 from cluster.planning.kernels import Segments
-from cluster.planning.steps import ASSUMED, IDEAL, Efficiency, MeasuredSteps, Roofline, curve_points
+from cluster.planning.steps import ASSUMED, Efficiency, MeasuredSteps, Roofline, curve_points
+from tests.cluster.planning.ideal import IDEAL
 
 _7B, _70B = PlannedModel.parse("7B"), PlannedModel.parse("70B")
 _ONE_ROW = (Segments(1, 1, 0),)

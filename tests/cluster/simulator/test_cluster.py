@@ -33,7 +33,6 @@ def test_the_same_seed_gives_the_same_figures() -> None:
     [
         (),
         ("speculation.num_speculative_tokens=0",),
-        ("speculation.controller=threshold",),
         ("speculation.controller=fixed", SLOW_DRAFT),
         ("target.replicas=3", "draft.replicas=2", SLOW_DRAFT),
         ("target.replicas=2", "draft.placement=sidecar"),

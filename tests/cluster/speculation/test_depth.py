@@ -16,7 +16,6 @@ from cluster.speculation.depth import (
     FixedController,
     GoodputController,
     NextStep,
-    ThresholdController,
 )
 from cluster.speculation.drafts import depths_of as levels_of
 from cluster.speculation.step_times import StepTimes
@@ -219,31 +218,6 @@ class TestTrees:
         best = token_rate(best_shape(rates, range(1 + MAX_DEPTH), time), rates, time)
         choice = goodput(points).choose(NextStep([candidate], 1, templates=templates(rates)))
         assert choice.tokens_per_second >= 0.93 * best  # a tree must be 3 % better than a chain
-
-
-class TestThreshold:
-    def depth_after(self, acceptances: list[float], start: int = 5) -> int:
-        controller = ThresholdController(start, 10)
-        for rate in acceptances:
-            controller.observe([(100, round(100 * rate))])
-        return self.depth(controller)
-
-    def depth(self, controller: DepthController) -> int:
-        return depths_of(controller, [Candidate(acceptance(0.5), 16, None)], 1)[0]
-
-    @pytest.mark.parametrize(("rate", "depth"), [(0.95, 6), (0.85, 5), (0.7, 4), (0.5, 3)])
-    def test_it_moves_by_its_thresholds(self, rate: float, depth: int) -> None:
-        assert self.depth_after([rate] * 10) == depth
-
-    def test_it_waits_for_ten_rounds(self) -> None:
-        assert self.depth_after([0.1] * 9) == 5
-
-    def test_it_stays_at_three_over_0_6(self) -> None:
-        assert self.depth_after([0.7] * 200) == 3
-
-    def test_it_stays_in_its_range(self) -> None:
-        assert self.depth_after([0.1] * 200) == 1
-        assert self.depth_after([0.99] * 200) == 10
 
 
 def test_fixed_is_fixed() -> None:

@@ -85,9 +85,8 @@ class OracleDraft(LoopbackDraft):
         super().__init__(loop, runner)
 
     def start(self) -> None:
-        self.drafter: Any = NgramDrafter(
-            VOCAB_SIZE, StepLimits(256, 64, 512), 1, 1
-        )  # says how large it is; nobody asks it for more
+        # It says how large it is; nobody asks it for more.
+        self.drafter: Any = NgramDrafter(VOCAB_SIZE, StepLimits(256, 64, 512), 1)
         self.worker: Any = OracleWorker(self._truths)
         self._loop.run(self._serve())
 

@@ -55,7 +55,7 @@ class Drafted:
         self, loop: BackgroundLoop, target: ModelRunner, draft: ModelRunner, num_threads: int | None, **settings: object
     ) -> None:
         if num_threads is SHARED:
-            settings = {"max_run_ahead": 0, "run_ahead_branches": 0} | settings
+            settings = {"max_run_ahead": 0} | settings
         self.drafter = FragileDrafter(draft, StepLimits(max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64))
         self.pool = InProcessPool(
             self.drafter, "tiny", SpeculationConfig(**settings), num_threads, has_own_thread=num_threads is OWN

@@ -70,7 +70,7 @@ def plain() -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("threads", ["shared", "own"])
-@pytest.mark.parametrize("drafter", ["model", "layer-skip", "self-int4", "ngram"])
+@pytest.mark.parametrize("drafter", ["model", "self-int4", "ngram"])
 def test_the_same_tokens_with_every_drafter(drafter: str, threads: str, plain: dict[str, list[int]]) -> None:
     target = new_target(f"draft.drafter={drafter}", f"draft.in_process_threads={threads}")
     found, num_accepted = answers(target, 4)

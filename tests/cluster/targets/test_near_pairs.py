@@ -120,7 +120,7 @@ def usual() -> Answers:
 
 ALL = ["padded draft", "padded target", "permuted specials", "permuted target", "lacking draft", "short draft"]
 ALL += ["foreign draft", "short foreign draft"]
-RUN_AHEAD = ("draft.in_process_threads=own", "speculation.run_ahead_branches=1")
+RUN_AHEAD = ("draft.in_process_threads=own",)
 
 
 @pytest.mark.parametrize("settings", [(), ("speculation.tree_width=2",)], ids=["chains", "trees"])

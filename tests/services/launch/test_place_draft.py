@@ -31,7 +31,6 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ("num_cores", "settings", "placement", "reason"),
     [
         (2, [], "in-process", SHARED),
-        (2, ["draft.drafter=layer-skip"], "in-process", SHARED),
         (64, [], "pool", "the machine has cores for both"),
         (2, ["draft.replicas=2"], "pool", "the cluster has 1 targets and 2 draft workers"),
         (2, ["target.replicas=2"], "pool", "the cluster has 2 targets and 1 draft workers"),

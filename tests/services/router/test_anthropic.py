@@ -486,8 +486,12 @@ def test_errors_of_every_layer_have_the_envelope(
     assert int(limited.headers["retry-after"]) > 0
 
 
-def test_overload_and_absence(new_router: Callable[..., Router], target: ScriptedTarget, background: Any) -> None:
-    full = new_router([target.address], max_bodies_bytes=1, max_body_bytes=200_000)
+def test_overload_and_absence(
+    new_router: Callable[..., Router], target: ScriptedTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr("services.router.http.middleware._MAX_BODIES_BYTES", 1)
+        full = new_router([target.address], max_body_bytes=200_000)
     response = post(full, system="x" * 100_000)
     assert_error(response, 503, "overloaded_error")
     assert response.headers["retry-after"]

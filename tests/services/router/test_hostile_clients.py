@@ -279,7 +279,7 @@ def test_who_leaves_ends_the_requests_that_were_sent_ahead(router: Router, targe
 
 
 def test_connections_are_bounded_and_come_back(new_router: NewRouter, target: ScriptedTarget) -> None:
-    router = new_router([target.address], max_connections=6, max_connections_per_address=4)
+    router = new_router([target.address], max_connections=8)
     router.client.get("/health")  # has one of them
     with contextlib.ExitStack() as stack:
         taken = [stack.enter_context(connect(router)) for _ in range(3)]
@@ -307,10 +307,11 @@ def test_an_address_has_its_share(router: Router) -> None:
             self.reasons.append(reason)
 
     counts = Counts()
-    connections = Connections(RouterConfig(max_connections=6, max_connections_per_address=2), counts)  # type: ignore[arg-type]
-    assert [connections.enter("10.0.0.1") for _ in range(3)] == [True, True, False]
-    assert connections.enter("::ffff:10.0.0.2")
-    assert [connections.enter(f"2001:db8::{number}") for number in range(3)] == [True, True, False]
+    connections = Connections(RouterConfig(max_connections=6), counts)  # type: ignore[arg-type]
+    assert [connections.enter(host) for host in ("10.0.0.1", "::ffff:10.0.0.1", "10.0.0.1")] == [True] * 3
+    assert not connections.enter("10.0.0.1")
+    connections.leave("10.0.0.1")
+    assert [connections.enter(f"2001:db8::{number}") for number in range(4)] == [True, True, True, False]
     assert connections.enter("10.0.0.3")
     assert not connections.enter("10.0.0.4")
     connections.leave("10.0.0.1")
@@ -318,8 +319,11 @@ def test_an_address_has_its_share(router: Router) -> None:
     assert counts.reasons == ["address_full", "address_full", "full"]
 
 
-def test_bodies_are_bounded_all_together(new_router: NewRouter, target: ScriptedTarget) -> None:
-    router = new_router([target.address], max_bodies_bytes=100_000)
+def test_bodies_are_bounded_all_together(
+    new_router: NewRouter, target: ScriptedTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.router.http.middleware._MAX_BODIES_BYTES", 100_000)
+    router = new_router([target.address])
     with contextlib.ExitStack() as stack:
         large = [stack.enter_context(connect(router)) for _ in range(3)]
         for connection in large[:2]:
@@ -378,7 +382,7 @@ def test_handshakes_are_counted_and_have_a_deadline(model_folder: Path, target: 
         "tls_key_file": f"{folder}/router.key",
         "header_timeout_seconds": 0.5,
         "idle_timeout_seconds": 60.0,
-        "max_connections_per_address": 3,
+        "max_connections": 6,
     }
     with program(model_folder, target, **settings) as (_, client), contextlib.ExitStack() as stack:
         router = Router(str(client.base_url), client, "")

@@ -1,5 +1,4 @@
-"""`/openapi.json` is a valid document, lists every route, and real requests and answers are as it says; `/docs` shows
-it."""
+"""`/openapi.json` is a valid document, lists every route, and real requests and answers are as it says."""
 
 from __future__ import annotations
 
@@ -127,14 +126,5 @@ def test_answers_are_as_it_says(document: dict[str, Any], model: Model) -> None:
             check(document, name, json.loads(event))
 
 
-def test_the_page_has_every_route_and_needs_nobody(shared_router, document: dict[str, Any]) -> None:
-    response = shared_router.client.get("/docs")
-    assert response.headers["content-type"].startswith("text/html")
-    page = response.text
-    for path in document["paths"]:
-        assert f"<code>{path}</code>" in page
-    for name, schema in document["components"]["schemas"].items():
-        assert f'id="{name}"' in page
-        assert all(f"<code>{field}</code>" in page for field in schema.get("properties", {}))
-    assert not re.search(r"(src|href)=\"(https?:)?//|@import|<script", page)
-    assert set(re.findall(r'href="#([^"]*)"', page)) <= set(re.findall(r'id="([^"]*)"', page))
+def test_docs_leads_to_the_document(shared_router, document: dict[str, Any]) -> None:
+    assert shared_router.client.get("/docs", follow_redirects=True).json() == document

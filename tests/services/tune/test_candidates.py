@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
 from cluster.config import Config
@@ -10,9 +8,9 @@ from cluster.diagnosis.findings import Finding
 from services.tune.candidates import candidates
 
 
-def tried(name: str, *settings: str, layers: Sequence[int] = ()) -> list[tuple[str, ...]]:
+def tried(name: str, *settings: str) -> list[tuple[str, ...]]:
     finding = Finding(name, "", "", None)
-    return [one.settings for one in candidates(load_config(None, settings), [finding], lambda _: layers)]
+    return [one.settings for one in candidates(load_config(None, settings), [finding])]
 
 
 @pytest.mark.parametrize(
@@ -39,18 +37,14 @@ def test_each_finding_has_its_remedies(name: str, settings: tuple[str, ...], exp
 
 
 def test_a_draft_that_does_not_suit_gives_way_to_those_that_need_no_training() -> None:
-    assert tried("low acceptance", layers=(0, 2, 5)) == [
-        ("draft.drafter=ngram",),
-        ("draft.drafter=self-int4",),
-        ("draft.drafter=layer-skip", "draft.layers=[0,2,5]", "draft.quantization=null"),
-    ]
+    assert tried("low acceptance") == [("draft.drafter=ngram",), ("draft.drafter=self-int4",)]
     assert tried("low acceptance", "target.engine=vllm", "draft.drafter=model") == [("draft.drafter=ngram",)]
 
 
 def test_all_that_is_tried_are_settings() -> None:
     names = ("low acceptance", "draft the bottleneck", "network dominates", "threads oversubscribed")
-    found = candidates(Config(), [Finding(name, "", "", None) for name in names], lambda _: (0, 1, 2))
+    found = candidates(Config(), [Finding(name, "", "", None) for name in names])
     every = [one.settings for one in found]
-    assert len(every) == len(set(every)) > 5
+    assert len(every) == len(set(every)) == 5
     for settings in every:
         load_config(None, settings)

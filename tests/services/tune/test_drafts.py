@@ -37,5 +37,5 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
 
 def test_drafts_are_tried_before_remedies() -> None:
     settings = ("draft.drafter=ngram",)
-    found = candidates(load_config(None), [Finding("low acceptance", "", "", None)], lambda _: (), [settings])
+    found = candidates(load_config(None), [Finding("low acceptance", "", "", None)], [settings])
     assert [one.settings for one in found] == [settings, ("draft.drafter=self-int4",)]

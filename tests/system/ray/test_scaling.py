@@ -13,7 +13,6 @@ from tests.waiting import eventually
 
 SCALED = (
     "ray.scaling.mode=act",
-    "ray.scaling.interval_seconds=1",
     "ray.scaling.upscale_delay_seconds=2",
     "ray.scaling.downscale_delay_seconds=4",
     "ray.target.min_replicas=2",

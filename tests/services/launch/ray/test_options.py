@@ -143,7 +143,6 @@ def test_what_cannot_work_is_refused(overrides: list[str], said: list[str]) -> N
         ("ray.draft.max_replicas=0", "ray.draft.max_replicas"),
         ("ray.scaling.mode=act", "ray.target.max_replicas"),
         ("ray.further_drafts={b: {draft: {modle: x}}}", "modle"),
-        ("placement.expiry_seconds=1", "expiry_seconds 1"),
         ("ray.drafts.num_gpus=1", "unknown key 'ray.drafts'"),
         ("ray.draft.num_gpu=1", "'num_gpus'"),
     ],

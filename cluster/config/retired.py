@@ -1,0 +1,53 @@
+"""Settings of earlier versions. They are accepted with a warning for one more version, and have no effect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_KEYS: Mapping[str, str] = {
+    "draft.layers": "the drafter layer-skip no longer exists",
+    "draft.ngram_min": "ngram looks up runs of any length up to draft.ngram_max",
+    "draft.reflection": "workers no longer offer gRPC reflection: give grpcurl the folder protos/",
+    "target.reflection": "workers no longer offer gRPC reflection: give grpcurl the folder protos/",
+    "speculation.run_ahead_branches": "it is 3, or 0 where draft and target share cores",
+    "router.max_bodies_bytes": "it is 512 MiB",
+    "router.max_connections_per_address": "it is half of router.max_connections",
+    "router.traffic_log_max_bytes": "it is 1 GiB",
+    "ray.router.num_gpus": "a router needs no GPU",
+    "ray.router.accelerator_type": "a router needs no GPU: choose its nodes by ray.router.label_selector",
+    "ray.scaling.interval_seconds": "it is 5 s",
+    "placement.region_label": "it is ray.io/availability-region",
+    "placement.heartbeat_seconds": "it is 1 s",
+    "placement.expiry_seconds": "it is 6 s",
+    "placement.settling_seconds": "it is 6 s",
+}
+_VALUES: Mapping[tuple[str, str], tuple[str, str]] = {
+    ("draft.drafter", "layer-skip"): ("ngram", "drafts of some of the target's layers never paid"),
+    ("speculation.controller", "threshold"): ("goodput", "a rule on the acceptance rate was never faster"),
+}
+
+
+def replace_retired(tree: dict[str, Any]) -> Iterator[str]:
+    """Takes retired settings out of the configuration `tree`, and yields a warning for each."""
+    for key, now in _KEYS.items():
+        *sections, name = key.split(".")
+        section = _section(tree, sections)
+        if name in section:
+            del section[name]
+            yield f"{key} is ignored and will be refused by the next version: {now}"
+    for (key, value), (substitute, reason) in _VALUES.items():
+        *sections, name = key.split(".")
+        section = _section(tree, sections)
+        if section.get(name) == value:
+            section[name] = substitute
+            yield f"{key} {value} is replaced by {substitute} and will be refused by the next version: {reason}"
+
+
+def _section(tree: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """Returns a section of `tree`; an empty one if there is none."""
+    for name in names:
+        tree = tree.get(name) or {}
+        if not isinstance(tree, dict):
+            return {}
+    return tree
