@@ -138,7 +138,7 @@ vllm-next: $(READY)
 	$(BIN)/python -m cluster.vllm.compatibility --newest
 
 train: $(READY_DEV)
-	$(BIN)/outrider train $(ARGS)
+	$(BIN)/python -m bench.factory $(ARGS)
 
 format: $(READY_DEV)
 	$(BIN)/ruff format .

@@ -17,7 +17,7 @@ import httpx
 from cluster.config import Config
 from cluster.model_folder import resolve_model_folder
 from cluster.tokenization import Tokenizer
-from services.training.corpus import held_out_texts
+from services.held_out import held_out_texts
 
 PROMPT_TOKENS = (32, 160)
 RAMP_TIMEOUT_SECONDS = 120.0

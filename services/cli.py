@@ -32,7 +32,6 @@ from services.settings import AppendOverride, known_options, settings_parser
 from services.simulate import cli as simulate
 from services.terminal import as_text
 from services.top import cli as top
-from services.training import cli as training
 from services.tune import cli as tune
 from services.version import ShowVersion
 
@@ -146,7 +145,6 @@ COMMANDS = (
     Command(
         "prove", "measure on two devices whether Outrider pays, next to `vllm serve`", prove.add_arguments, prove.run
     ),
-    Command("train", "train the bundled pair of models, or an EAGLE head", training.add_arguments, training.main),
 )
 
 

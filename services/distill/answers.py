@@ -8,8 +8,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from cluster.config import Config
 from services.http_call import call
 from services.launch.local import LocalCluster
-from services.training.options import TEMPERATURES
-from services.training.traffic import RecordedAnswer
+from services.training.traffic import TEMPERATURES, RecordedAnswer
 
 _ANSWER_SECONDS = 600.0
 _MOST_BYTES_OF_AN_ANSWER, _MOST_BYTES_OF_A_TOKEN = 65_536, 1_024  # a token's number and its text, which JSON may escape

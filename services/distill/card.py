@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from services.training.recipe import Recipe
     from services.training.traffic_acceptance import TrafficAcceptance
-    from services.training.trainer import Recipe
 
 
 _KINDS = {

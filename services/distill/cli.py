@@ -112,8 +112,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     from services.distill.drafter_training import TrainingTask, make_training
+    from services.training.recipe import Recipe
     from services.training.traffic import is_held_out
-    from services.training.trainer import Recipe
 
     model = f"target.model={arguments.target}"
     settings = ["router.port=0", "logging.level=warning", model, "speculation.num_speculative_tokens=0"]

@@ -29,8 +29,8 @@ from services.training.traffic_heads import HeadLessons, measure_head, train_hea
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
 
+    from services.training.recipe import Recipe
     from services.training.traffic import RecordedAnswer
-    from services.training.trainer import Recipe
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 _MAX_HEAD_VOCABULARY = 32_000  # tokens of an EAGLE head, as in published ones

@@ -18,13 +18,13 @@ from services.argument_types import above_zero, temperature_list
 from services.doctor.checks import with_programs
 from services.doctor.examine import TOLD_DEPTH, ExaminationPlan, examine
 from services.doctor.report import DoctorReport
+from services.held_out import held_out_texts
 from services.http_call import router_url
 from services.launch.local import LocalCluster
 from services.output_file import check_output
 from services.running_cluster.access import Access, access_of, add_access_arguments, config_of
 from services.running_cluster.load import LoadMaker
 from services.running_cluster.workers import look_around
-from services.training.corpus import held_out_texts
 
 _PROMPT_CHARACTERS = 400
 _NUM_PROMPTS = 64

@@ -1,21 +1,13 @@
-"""Train the bundled models from Python source text: a target, and drafts distilled from it.
+"""Trains drafts and heads on logged prompts with their target's answers, for `outrider distill`.
 
-The modules, in the order of the work they do:
-
-    sources, corpus, dialogues   the training text, and the part that is held out
-    tokenizer, tokens, streams   byte-level BPE; the corpus as one stream of token ids
-    models, attention            the two model shapes
-    batches, trainer, runtime    the one training loop that all models share
-    samples, distill             the draft learns the target's distributions, also on the target's own text
-    eagle                        a head that drafts from the target's hidden states, for vLLM
-    continuation, evaluate       held-out loss and acceptance
-    card, export                 Hugging Face folders with their model cards
-    workspace, options, context  the files, the user's options, and the steps that stages share
-    stages, eagle_stages         the stages, in their order
-    traffic, teaching            logged prompts with the target's answers, and its choices as labels
-    traffic_draft, parallel      a draft trained on them, also for proposals in one step
-    log_partition                its loss without keeping all logits
-    traffic_acceptance           its acceptance on held-out answers
-
-This package imports nothing heavy by itself: ``corpus.held_out_texts`` works without torch.
+recipe                 the settings of a training, its optimizer and its random numbers
+traffic, teaching      logged prompts with the target's answers, and its choices as labels
+models, attention      the shapes of models, and attention without masks
+traffic_loop           the training loop over answers
+traffic_draft          a draft trained on them
+parallel               the same for proposals in one step
+heads, eagle, medusa   heads that draft from the target's hidden states
+traffic_heads          heads trained on answers
+log_partition          the loss without keeping all logits
+traffic_acceptance     acceptance on held-out answers
 """

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import (
     LlamaMLP,
     LlamaRMSNorm,
@@ -27,8 +27,7 @@ from cluster.engine.checkpoint import TensorReader, weight_map
 from cluster.engine.eagle import read_eagle_config, read_target_ids, usual_layers
 from cluster.engine.model_config import ModelConfig, read_json
 from cluster.errors import ConfigurationError
-from services.training.heads import TargetEnds, TrainableHead, coupled_loss
-from services.training.trainer import LossFunction
+from services.training.heads import TargetEnds, TrainableHead
 
 
 @dataclass(frozen=True)
@@ -244,29 +243,6 @@ def captured_states(head: TrainableHead, hidden_states: Sequence[Tensor]) -> Ten
     `hidden_states`: the target's hidden states, as transformers returns them; index i is before layer i.
     """
     return torch.cat([hidden_states[layer] for layer in head.captured_layers], dim=-1)
-
-
-def eagle_loss(target: LlamaForCausalLM, num_steps: int) -> LossFunction[TrainableEagle]:
-    """Returns the loss: the mean `coupled_loss` over `num_steps` draft steps.
-
-    The later steps train the head on its own output, as in drafting. `target` is not changed.
-    """
-
-    def loss(head: TrainableEagle, windows: Tensor) -> Tensor:
-        inputs = windows[:, :-1]
-        with torch.no_grad():
-            embeddings = target.model.embed_tokens(inputs)
-            output = target.model(input_ids=inputs, use_cache=False, output_hidden_states=True)
-            probabilities = target.lm_head(output.last_hidden_state).float().softmax(dim=-1)[..., head.target_ids]
-        states = captured_states(head, output.hidden_states)
-        steps = head.step_logits(embeddings, states, num_steps, slice(None))
-        losses = [
-            coupled_loss(logits, probabilities[:, depth : depth + logits.shape[1]])
-            for depth, logits in enumerate(steps, start=1)
-        ]
-        return torch.stack(losses).mean()
-
-    return loss
 
 
 def save_head(head: TrainableEagle, directory: Path) -> None:

@@ -9,6 +9,9 @@ from typing import Any
 
 from cluster.errors import OutriderError
 
+TEMPERATURES = (0.0, 0.7, 1.0)
+"Temperatures for training and measuring drafts."
+
 
 @dataclass(frozen=True)
 class RecordedAnswer:

@@ -9,12 +9,12 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from cluster.speculation.noise import NoiseKey, gumbel_noise
-from services.training.evaluate import NUM_SPECULATIVE_TOKENS, mean_committed
 from services.training.parallel import mask_rows, parallel_states
 from services.training.teaching import Lesson
 from services.training.traffic import RecordedAnswer
 from services.training.traffic_draft import answer_logits
 
+NUM_SPECULATIVE_TOKENS = 4
 NUM_POSITIONS = 8  # positions of a proposal whose acceptance is measured
 
 
@@ -126,3 +126,18 @@ def choices(logits: Tensor, answer: RecordedAnswer, places: Sequence[int]) -> Te
         draws = [(key, first + place) for place in places]
         scores = scores / answer.temperature + torch.from_numpy(gumbel_noise(draws, scores.shape[-1]))
     return scores.argmax(dim=-1)
+
+
+def mean_committed(num_accepted: list[list[int]]) -> float:
+    """Returns the mean number of tokens committed per round, over the rounds along each row.
+
+    ``num_accepted``: for each position of a row, the number of accepted drafts of a round that begins there.
+    """
+    num_rounds = num_committed = 0
+    for row in num_accepted:
+        position = 0
+        while position < len(row):
+            num_committed += row[position] + 1
+            position += row[position] + 1
+            num_rounds += 1
+    return num_committed / num_rounds

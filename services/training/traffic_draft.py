@@ -23,9 +23,9 @@ from services.training.attention import MASKLESS_ATTENTION
 from services.training.log_partition import log_partition
 from services.training.models import llama_config
 from services.training.parallel import MaskRows, mask_rows, parallel_states
+from services.training.recipe import Recipe
 from services.training.teaching import Lesson
 from services.training.traffic_loop import train_on_answers
-from services.training.trainer import Recipe
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from services.training.heads import TrainableHead, coupled_loss
+from services.training.recipe import Recipe
 from services.training.teaching import AnswerReader
 from services.training.traffic import RecordedAnswer
 from services.training.traffic_acceptance import NUM_POSITIONS, TrafficAcceptance, acceptance_by_temperature, choices
 from services.training.traffic_loop import train_on_answers
-from services.training.trainer import Recipe
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from services.training.batches import random_numbers
+from services.training.recipe import Recipe, build_optimizer, random_numbers
 from services.training.traffic import RecordedAnswer
-from services.training.trainer import Recipe, build_optimizer
 
 Backward = Callable[[Sequence[int], np.random.Generator], float]
 """Computes the loss of the answers with these indices, and its gradients. Returns the loss."""

@@ -7,7 +7,7 @@ import random
 from cluster.config import Config
 from cluster.model_folder import resolve_model_folder
 from cluster.tokenization import Tokenizer
-from services.training.corpus import held_out_texts
+from services.held_out import held_out_texts
 from tests.system.client import Case
 
 SAMPLING: tuple[dict[str, object], ...] = (

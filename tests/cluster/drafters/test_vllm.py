@@ -21,7 +21,7 @@ from cluster.speculation.params import SamplingParams
 from cluster.tokenization import Tokenizer
 from cluster.vllm.draft_engine import DraftEngine
 from cluster.vocabulary_map import VocabularyMap
-from services.training.corpus import held_out_texts
+from services.held_out import held_out_texts
 from tests.near_pairs import word_tokenizer
 
 GREEDY = SamplingParams(temperature=0.0)

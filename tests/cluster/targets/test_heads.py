@@ -17,7 +17,7 @@ from cluster.targets.base import GenerationOutput, GenerationRequest
 from cluster.targets.factory import make_target
 from cluster.targets.torch import TorchTarget
 from cluster.tokenization import Tokenizer
-from services.training.corpus import held_out_texts
+from services.held_out import held_out_texts
 from tests.cluster.engine.further_heads import NUM_HEADS, save_bundled_target_with_mtp, save_medusa_heads
 
 pytestmark = pytest.mark.skipif(not has_kernels(), reason="PyTorch's operators do not give the same bits at every k")

@@ -13,7 +13,7 @@ from cluster.config.workers import TargetConfig
 from cluster.model_folder import resolve_model_folder
 from cluster.tokenization import Tokenizer
 from cluster.vllm.engine_args import set_environment
-from services.training.corpus import held_out_texts
+from services.held_out import held_out_texts
 
 TARGET = resolve_model_folder("outrider-target-12m")
 HEAD = resolve_model_folder("outrider-eagle-12m")

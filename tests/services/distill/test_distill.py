@@ -31,11 +31,11 @@ from services.distill.answers import ask
 from services.distill.drafter_training import TrainingTask, make_training
 from services.training.eagle import load_head
 from services.training.parallel import mask_rows, parallel_states
+from services.training.recipe import Recipe
 from services.training.teaching import NUM_LIKELIEST, Lesson, teach
 from services.training.traffic import AnswersFile, RecordedAnswer, is_held_out, read_answers, read_prompts
 from services.training.traffic_acceptance import NUM_POSITIONS, TrafficAcceptance, choices, measure_traffic_acceptance
 from services.training.traffic_draft import DraftShape, answer_logits, load_draft, new_draft, train_draft
-from services.training.trainer import Recipe
 from tests.cluster.targets.test_heads import Answers, new_target
 from tests.soak import length
 

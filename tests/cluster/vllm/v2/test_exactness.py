@@ -16,7 +16,7 @@ from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.speculation.sampling import Sampler, SampleRequest
 from cluster.tokenization import Tokenizer
-from services.training.corpus import held_out_texts
+from services.held_out import held_out_texts
 from tests.background_loop import BackgroundLoop
 from tests.soak import length
 from tests.system.client import Case

@@ -10,21 +10,20 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from services.training import corpus, dialogues, sources
-from services.training.batches import evaluation_batches
-from services.training.context import Context, corpus_windows, fit, mixed_batches
-from services.training.distill import distillation_loss
-from services.training.eagle_stages import adopt_target, evaluate_head, export_head, train_head
-from services.training.evaluate import held_out_loss, measure_acceptance
-from services.training.export import export_model
-from services.training.models import MAX_MODEL_LENGTH, build_model, load_model, save_model
-from services.training.options import TEMPERATURES
-from services.training.samples import sample_rows
-from services.training.streams import write_streams
-from services.training.tokenizer import save_tokenizer, train_tokenizer
-from services.training.tokens import sample_texts
-from services.training.trainer import Recipe, next_token_loss
-from services.training.workspace import (
+from bench.factory import corpus, dialogues, sources
+from bench.factory.batches import evaluation_batches
+from bench.factory.context import Context, corpus_windows, fit, mixed_batches
+from bench.factory.distill import distillation_loss
+from bench.factory.eagle_stages import adopt_target, evaluate_head, export_head, train_head
+from bench.factory.evaluate import held_out_loss, measure_acceptance
+from bench.factory.export import export_model
+from bench.factory.models import MAX_MODEL_LENGTH, build_model, load_model, save_model
+from bench.factory.samples import sample_rows
+from bench.factory.streams import write_streams
+from bench.factory.tokenizer import save_tokenizer, train_tokenizer
+from bench.factory.tokens import sample_texts
+from bench.factory.trainer import next_token_loss
+from bench.factory.workspace import (
     Workspace,
     read_documents,
     read_json,
@@ -32,6 +31,8 @@ from services.training.workspace import (
     write_documents,
     write_json,
 )
+from services.training.recipe import Recipe
+from services.training.traffic import TEMPERATURES
 
 _MEGABYTE = 1_000_000
 # The share of steps in which the draft learns the language from the corpus alone; then samples are mixed in.

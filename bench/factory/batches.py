@@ -9,17 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.training.tokens import TokenArray
+from bench.factory.tokens import TokenArray
+from services.training.recipe import random_numbers
 
 
 class BatchSource(Protocol):
     def batch(self, step: int) -> Tensor:
         """Return the windows of one step: [rows, length + 1] int64, inputs and shifted labels."""
-
-
-def random_numbers(seed: int, step: int) -> np.random.Generator:
-    """Return a generator that depends on `seed` and `step` only."""
-    return np.random.Generator(np.random.Philox(key=np.array([seed, step], dtype=np.uint64)))
 
 
 def to_device(tokens: TokenArray, device: torch.device) -> Tensor:

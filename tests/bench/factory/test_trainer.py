@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.training.batches import StreamWindows, evaluation_batches
-from services.training.distill import distillation_loss
-from services.training.models import ModelShape, build_model
-from services.training.runtime import Runtime
-from services.training.trainer import LossFunction, Recipe, Schedule, Trainer, next_token_loss
+from bench.factory.batches import StreamWindows, evaluation_batches
+from bench.factory.distill import distillation_loss
+from bench.factory.models import ModelShape, build_model
+from bench.factory.runtime import Runtime
+from bench.factory.trainer import LossFunction, Schedule, Trainer, next_token_loss
+from services.training.recipe import Recipe
 
 RECIPE = Recipe(steps=40, batch_size=8, sequence_length=16, learning_rate=1e-2, seed=3)
 

@@ -1,7 +1,5 @@
-"""Divides text into a part to train on and a part to hold out. Imports neither torch nor transformers.
+"""Divides text into a part to train on and a part to hold out, which `services.held_out` defines.
 
-A file is held out by the hash of its path relative to the folder it was found in (``json/decoder.py``). So the same
-files are held out on every Python installation, whatever its version and place.
 Held-out texts are never trained on: not under another path either, since duplicates are dropped by content.
 """
 
@@ -10,26 +8,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from services.training.sources import (
-    Package,
-    SourceRoot,
-    is_package_metadata,
-    standard_library,
-    top_level_name,
-)
+from bench.factory.sources import Package, SourceRoot, is_package_metadata, top_level_name
+from services.held_out import hash_number, is_held_out, read_source
 
-HELD_OUT_ONE_IN = 40
-_MAX_FILE_BYTES = 400_000
-_MAX_MEAN_LINE_LENGTH = 200
 _UNCLAIMED = Package("not in any distribution", "", "not declared")
-
-
-@dataclass(frozen=True)
-class HeldOutText:
-    """A text that no bundled model was trained on."""
-
-    path: str
-    text: str
 
 
 @dataclass(frozen=True)
@@ -59,18 +41,6 @@ class Corpus:
     contributions: dict[str, Contribution] = field(default_factory=dict)
 
 
-def is_held_out(relative_path: str) -> bool:
-    """Return whether a file is held out; depends on its path alone, so installations agree."""
-    return _hash_number(relative_path) % HELD_OUT_ONE_IN == 0
-
-
-def held_out_texts() -> list[HeldOutText]:
-    """Return the held-out texts of the running interpreter's standard library, by path."""
-    root = standard_library()
-    texts = ((path, _read(root, path)) for path in root.relative_paths() if is_held_out(path))
-    return [HeldOutText(path, text) for path, text in texts if text is not None]
-
-
 def collect(roots: Sequence[SourceRoot], package_limit_bytes: int) -> Corpus:
     """Read all roots. No top-level package gives more than ``package_limit_bytes`` of training text."""
     corpus = Corpus()
@@ -87,7 +57,7 @@ def collect(roots: Sequence[SourceRoot], package_limit_bytes: int) -> Corpus:
             train = (path for path in group if not is_held_out(path))
             budget = package_limit_bytes
             # In hash order, so that of a package over its limit a sample is kept, and not its first files by name.
-            for document in _unseen(_documents(root, sorted(train, key=_hash_number)), seen):
+            for document in _unseen(_documents(root, sorted(train, key=hash_number)), seen):
                 budget -= len(document.text.encode())
                 if budget < 0:
                     break
@@ -113,7 +83,7 @@ def _documents(root: SourceRoot, paths: Iterable[str]) -> Iterator[Document]:
         package = root.package_of(path)
         if package is not None and package.is_proprietary:
             continue
-        text = _read(root, path)
+        text = read_source(root.directory / path, has_header=is_package_metadata(path))
         if text is not None:
             yield Document(path, text)
 
@@ -131,28 +101,3 @@ def _record(corpus: Corpus, root: SourceRoot, document: Document) -> None:
     contribution = corpus.contributions.setdefault(package.name, Contribution(package))
     contribution.num_files += 1
     contribution.num_bytes += len(document.text.encode())
-
-
-def _read(root: SourceRoot, relative_path: str) -> str | None:
-    """Return the file's text; None if it isn't readable text that a person wrote."""
-    try:
-        content = (root.directory / relative_path).read_bytes()
-    except OSError:
-        return None  # a dangling link, or a file the user may not read
-    if len(content) > _MAX_FILE_BYTES:
-        return None
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError:
-        return None
-    text = text.replace("\r\n", "\n")
-    if is_package_metadata(relative_path):
-        text = text.partition("\n\n")[2]
-    text = text.strip("\n") + "\n"
-    if not text.strip() or len(text) / text.count("\n") > _MAX_MEAN_LINE_LENGTH:
-        return None
-    return text
-
-
-def _hash_number(relative_path: str) -> int:
-    return int.from_bytes(hashlib.sha256(relative_path.encode()).digest()[:8], "big")

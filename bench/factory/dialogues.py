@@ -9,7 +9,7 @@ import textwrap
 import warnings
 from collections.abc import Iterable, Iterator
 
-from services.training.corpus import Document
+from bench.factory.corpus import Document
 
 USER_START = "<|im_start|>user\n"
 ASSISTANT_START = "<|im_start|>assistant\n"

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import LlamaForCausalLM
 
-from services.training.batches import BatchSource
-from services.training.runtime import Runtime
-from services.training.workspace import write_atomically
+from bench.factory.batches import BatchSource
+from bench.factory.runtime import Runtime
+from bench.factory.workspace import write_atomically
+from services.training.recipe import Recipe, build_optimizer
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 LossFunction = Callable[[ModelT, Tensor], Tensor]
@@ -25,36 +26,6 @@ LossFunction = Callable[[ModelT, Tensor], Tensor]
 
 _STEPS_BETWEEN_LOGS = 20
 _STEPS_BEFORE_ESTIMATE = 100  # the first steps include the compilation
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """The settings that determine the trained weights, in addition to the data and the loss."""
-
-    steps: int
-    batch_size: int
-    sequence_length: int
-    learning_rate: float
-    seed: int
-    warmup_fraction: float = 0.03
-    final_learning_rate_fraction: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.1
-    max_gradient_norm: float = 1.0
-
-    @property
-    def tokens_per_step(self) -> int:
-        return self.batch_size * self.sequence_length
-
-    def learning_rate_at(self, step: int) -> float:
-        """Returns the learning rate: linear warm-up, then a cosine down to the final fraction."""
-        warmup_steps = max(1, round(self.steps * self.warmup_fraction))
-        if step < warmup_steps:
-            return self.learning_rate * (step + 1) / warmup_steps
-        progress = (step - warmup_steps) / max(1, self.steps - warmup_steps)
-        cosine = 0.5 * (1 + math.cos(math.pi * progress))
-        floor = self.final_learning_rate_fraction
-        return self.learning_rate * (floor + (1 - floor) * cosine)
 
 
 @dataclass(frozen=True)
@@ -250,19 +221,3 @@ class _Stopwatch:
         seconds = time.monotonic() - self._started
         self.seconds += seconds
         return self._lap_tokens / seconds
-
-
-def build_optimizer(model: nn.Module, recipe: Recipe, *, is_fused: bool = False) -> torch.optim.AdamW:
-    """Returns AdamW without weight decay of norms and biases."""
-    parameters = list(model.parameters())
-    matrices = [parameter for parameter in parameters if parameter.ndim > 1]
-    vectors = [parameter for parameter in parameters if parameter.ndim == 1]
-    return torch.optim.AdamW(
-        [
-            {"params": matrices, "weight_decay": recipe.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ],
-        lr=recipe.learning_rate,
-        betas=recipe.betas,
-        fused=is_fused,
-    )

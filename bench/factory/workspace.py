@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from services.training.corpus import Document
-from services.training.tokens import TokenArray
+from bench.factory.corpus import Document
+from bench.factory.tokens import TokenArray
 
 
 @dataclass(frozen=True)

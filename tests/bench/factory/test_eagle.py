@@ -11,27 +11,28 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from bench.factory.batches import StreamWindows, evaluation_batches
+from bench.factory.context import Context
+from bench.factory.continuation import gumbel_noise
+from bench.factory.distill import eagle_loss
+from bench.factory.models import ModelShape, build_model
+from bench.factory.options import TrainingOptions
+from bench.factory.runtime import Runtime
+from bench.factory.stages import run
+from bench.factory.trainer import Schedule, Trainer, next_token_loss
+from bench.factory.workspace import Workspace
 from cluster.engine.model_config import ModelConfig
-from services.training.batches import StreamWindows, evaluation_batches
-from services.training.context import Context
-from services.training.continuation import gumbel_noise
 from services.training.eagle import (
     TrainableEagle,
     build_head,
     captured_layers,
     captured_states,
     draft_steps,
-    eagle_loss,
     load_head,
     save_head,
 )
 from services.training.heads import TargetEnds, coupled_acceptance
-from services.training.models import ModelShape, build_model
-from services.training.options import TrainingOptions
-from services.training.runtime import Runtime
-from services.training.stages import run
-from services.training.trainer import Recipe, Schedule, Trainer, next_token_loss
-from services.training.workspace import Workspace
+from services.training.recipe import Recipe
 from tests.cluster.drafters.eagle_pair import FORMS, K, Pair
 
 RECIPE = Recipe(steps=60, batch_size=8, sequence_length=16, learning_rate=1e-2, seed=3)

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from services.training.corpus import Document
-from services.training.tokenizer import END_OF_TEXT_ID
+from bench.factory.corpus import Document
+from bench.factory.tokenizer import END_OF_TEXT_ID
 
 TokenArray = NDArray[np.uint16]
 _DOCUMENTS_AT_ONCE = 512

@@ -3,8 +3,8 @@
 import shutil
 from pathlib import Path
 
-from services.training.card import model_card
-from services.training.workspace import Workspace
+from bench.factory.card import model_card
+from bench.factory.workspace import Workspace
 
 
 def export_model(workspace: Workspace, name: str) -> None:

@@ -6,10 +6,10 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import LlamaForCausalLM
 
-from services.training.batches import random_numbers
-from services.training.continuation import continue_prompts, gumbel_noise
-from services.training.options import TEMPERATURES
-from services.training.tokens import TokenArray
+from bench.factory.continuation import continue_prompts, gumbel_noise
+from bench.factory.tokens import TokenArray
+from services.training.recipe import random_numbers
+from services.training.traffic import TEMPERATURES
 
 PROMPT_LENGTH = 64
 NEW_TOKENS = 256

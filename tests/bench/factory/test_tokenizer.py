@@ -5,15 +5,16 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from services.training.corpus import Document, held_out_texts
-from services.training.tokenizer import (
+from bench.factory.corpus import Document
+from bench.factory.tokenizer import (
     END_OF_TEXT_ID,
     IM_END_ID,
     load_tokenizer,
     save_tokenizer,
     train_tokenizer,
 )
-from services.training.tokens import encode_documents
+from bench.factory.tokens import encode_documents
+from services.held_out import held_out_texts
 
 VOCABULARY_SIZE = 600
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.training import sources
-from services.training.context import Context
-from services.training.models import ModelShape
-from services.training.options import TrainingOptions
-from services.training.runtime import Runtime
-from services.training.workspace import Workspace
+from bench.factory import sources
+from bench.factory.context import Context
+from bench.factory.models import ModelShape
+from bench.factory.options import TrainingOptions
+from bench.factory.runtime import Runtime
+from bench.factory.workspace import Workspace
 
 TINY_VOCABULARY = 320
 NUM_MODULES = 200

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from services.training.batches import (
+from bench.factory.batches import (
     BatchSource,
     MixedBatches,
     SampledRows,
@@ -15,11 +15,13 @@ from services.training.batches import (
     evaluation_batches,
     to_device,
 )
-from services.training.models import DRAFT_SHAPE, TARGET_SHAPE, ModelShape, count_parameters
-from services.training.options import TrainingOptions
-from services.training.runtime import Runtime
-from services.training.trainer import LossFunction, ModelT, Recipe, Schedule, Trainer
-from services.training.workspace import Workspace, read_array, write_json
+from bench.factory.models import DRAFT_SHAPE, TARGET_SHAPE, ModelShape
+from bench.factory.options import TrainingOptions
+from bench.factory.runtime import Runtime
+from bench.factory.trainer import LossFunction, ModelT, Schedule, Trainer
+from bench.factory.workspace import Workspace, read_array, write_json
+from services.training.models import count_parameters
+from services.training.recipe import Recipe
 
 
 @dataclass(frozen=True)

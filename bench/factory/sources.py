@@ -1,19 +1,16 @@
 """Sources of training text: the standard library and, on request, the installed packages."""
 
-import os
 import platform
 import sys
-import sysconfig
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 
+from services import held_out
+from services.held_out import LIBRARY_SUFFIXES, NOT_IN_LIBRARY, source_paths
+
 _LICENCE_FIELDS = ("License-Expression", "License")
 _SITE_DIRECTORY_NAMES = ("site-packages", "dist-packages")
-# The code-page tables under encodings/ are generated, and so regular that every model looks better on them.
-_SKIPPED_IN_STANDARD_LIBRARY = frozenset({*_SITE_DIRECTORY_NAMES, "encodings"})
-# Copies of other packages: their originals may be held out, and training on a copy would leak them.
-_SKIPPED_ANYWHERE = frozenset({"__pycache__", "_vendor", "_vendored", "vendor", "vendored"})
 
 
 @dataclass(frozen=True)
@@ -43,15 +40,7 @@ class SourceRoot:
 
     def relative_paths(self) -> list[str]:
         """Return the POSIX paths of the candidate files, sorted."""
-        found: list[str] = []
-        for folder, subfolders, files in os.walk(self.directory):
-            relative = Path(folder).relative_to(self.directory)
-            skipped = _SKIPPED_ANYWHERE
-            if relative == Path():
-                skipped = skipped | self.skipped_top_level
-            subfolders[:] = [name for name in subfolders if name not in skipped]
-            found += [(relative / name).as_posix() for name in files]
-        return sorted(path for path in found if self._is_candidate(path))
+        return [path for path in source_paths(self.directory, self.skipped_top_level) if self._is_candidate(path)]
 
     def package_of(self, relative_path: str) -> Package | None:
         """Return the package that a file belongs to; None if no distribution claims it."""
@@ -78,9 +67,9 @@ def standard_library() -> SourceRoot:
     """Return the running interpreter's standard library."""
     package = Package("python", platform.python_version(), "PSF-2.0")
     return SourceRoot(
-        directory=Path(sysconfig.get_path("stdlib")),
-        suffixes=frozenset({".py", ".txt"}),
-        skipped_top_level=_SKIPPED_IN_STANDARD_LIBRARY,
+        directory=held_out.standard_library(),
+        suffixes=LIBRARY_SUFFIXES,
+        skipped_top_level=NOT_IN_LIBRARY,
         packages={},
         default_package=package,
     )

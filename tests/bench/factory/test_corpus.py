@@ -4,9 +4,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from services.training.corpus import collect, held_out_texts, is_held_out
-from services.training.dialogues import dialogues
-from services.training.sources import Package, SourceRoot, standard_library
+from bench.factory.corpus import collect
+from bench.factory.dialogues import dialogues
+from bench.factory.sources import Package, SourceRoot, standard_library
+from services.held_out import held_out_texts, is_held_out
 
 
 def _root(directory: Path, licence: str = "MIT") -> SourceRoot:
@@ -68,7 +69,7 @@ def test_the_standard_library_holds_out_a_fixed_small_part() -> None:
 
 
 def test_held_out_texts_need_no_torch() -> None:
-    program = "import sys, services.training.corpus; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    program = "import sys, services.held_out; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from services.training.batches import random_numbers
-from services.training.continuation import choose, continue_prompts, gumbel_noise
+from bench.factory.continuation import choose, continue_prompts, gumbel_noise
+from bench.factory.trainer import next_token_loss
 from services.training.eagle import captured_states
 from services.training.heads import TrainableHead
-from services.training.trainer import next_token_loss
+from services.training.recipe import random_numbers
+from services.training.traffic_acceptance import NUM_SPECULATIVE_TOKENS, mean_committed
 
 PROMPT_LENGTHS = (64, 128, 256)
 NEW_TOKENS = 128
-NUM_SPECULATIVE_TOKENS = 4
 HEAD_SPECULATIVE_TOKENS = 3
 
 
@@ -128,21 +128,6 @@ def measure_head_acceptance(
         num_prompts=len(accepted),
         num_tokens=accepted.numel(),
     )
-
-
-def mean_committed(num_accepted: list[list[int]]) -> float:
-    """Returns the mean number of tokens committed per round, over the rounds along each row.
-
-    ``num_accepted``: for each position of a row, the number of accepted drafts of a round that begins there.
-    """
-    num_rounds = num_committed = 0
-    for row in num_accepted:
-        position = 0
-        while position < len(row):
-            num_committed += row[position] + 1
-            position += row[position] + 1
-            num_rounds += 1
-    return num_committed / num_rounds
 
 
 def _prompts(stream: Tensor, num_prompts: int, prompt_lengths: tuple[int, ...], seed: int) -> list[Tensor]:

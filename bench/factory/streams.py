@@ -1,8 +1,8 @@
 """The corpus in the tokens of the workspace's tokenizer: one stream for each split."""
 
-from services.training.corpus import size_of
-from services.training.tokens import encode_documents
-from services.training.workspace import Workspace, read_documents, write_array, write_json
+from bench.factory.corpus import size_of
+from bench.factory.tokens import encode_documents
+from bench.factory.workspace import Workspace, read_documents, write_array, write_json
 
 
 def write_streams(workspace: Workspace) -> None:

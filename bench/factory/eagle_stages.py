@@ -6,19 +6,20 @@ from pathlib import Path
 
 import torch
 
+from bench.factory.card import head_card
+from bench.factory.context import Context, fit, mixed_batches
+from bench.factory.distill import eagle_loss
+from bench.factory.evaluate import measure_head_acceptance
+from bench.factory.models import load_model
+from bench.factory.streams import write_streams
+from bench.factory.tokenizer import load_tokenizer, save_tokenizer
+from bench.factory.workspace import write_json
 from cluster.engine.model_config import ModelConfig
 from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder
-from services.training.card import head_card
-from services.training.context import Context, fit, mixed_batches
-from services.training.eagle import TrainableEagle, build_head, eagle_loss, load_head, save_head
-from services.training.evaluate import measure_head_acceptance
+from services.training.eagle import TrainableEagle, build_head, load_head, save_head
 from services.training.heads import TargetEnds
-from services.training.models import load_model
-from services.training.streams import write_streams
-from services.training.tokenizer import load_tokenizer, save_tokenizer
-from services.training.trainer import Recipe
-from services.training.workspace import write_json
+from services.training.recipe import Recipe
 
 # Less than the bundled target's 1152, so that the file stays under 5 MB.
 _INTERMEDIATE_SIZE = 640

@@ -3,9 +3,9 @@
 import pytest
 from torch import Tensor
 
-from services.training.evaluate import acceptance_length, measure_acceptance
-from services.training.models import ModelShape, build_model
-from services.training.options import TEMPERATURES
+from bench.factory.evaluate import acceptance_length, measure_acceptance
+from bench.factory.models import ModelShape, build_model
+from services.training.traffic import TEMPERATURES
 
 YES, NO = True, False
 

@@ -1,12 +1,12 @@
-"""The command ``outrider train``."""
+"""Trains the bundled pair, or an EAGLE-3 head for a trained target: `python -m bench.factory`."""
 
 import argparse
 import sys
 from dataclasses import fields
 from pathlib import Path
 
+from bench.factory.options import STAGES, TrainingOptions
 from services.argument_types import seed
-from services.training.options import STAGES, TrainingOptions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,10 +69,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
     # Imported here so that showing the options doesn't wait for torch.
-    from services.training.context import Context
-    from services.training.runtime import Runtime, choose_device
-    from services.training.stages import run
-    from services.training.workspace import Workspace
+    from bench.factory.context import Context
+    from bench.factory.runtime import Runtime, choose_device
+    from bench.factory.stages import run
+    from bench.factory.workspace import Workspace
 
     try:
         options = _options(args)
@@ -80,7 +80,7 @@ def main(args: argparse.Namespace) -> int:
         options.out.mkdir(parents=True, exist_ok=True)
         run(Context(options, Workspace(options.out), runtime))
     except ValueError as error:
-        print(f"outrider train: {error}", file=sys.stderr)
+        print(f"python -m bench.factory: {error}", file=sys.stderr)
         return 2
     return 0
 
@@ -91,6 +91,6 @@ def _options(args: argparse.Namespace) -> TrainingOptions:
 
 
 if __name__ == "__main__":
-    _parser = argparse.ArgumentParser(prog="outrider train")
+    _parser = argparse.ArgumentParser(prog="python -m bench.factory")
     add_arguments(_parser)
     sys.exit(main(_parser.parse_args()))

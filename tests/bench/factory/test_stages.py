@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from services.training.context import Context
-from services.training.options import TrainingOptions
-from services.training.stages import run
+from bench.factory.context import Context
+from bench.factory.options import TrainingOptions
+from bench.factory.stages import run
 
 
 def test_the_exported_pair_loads_with_transformers(library_context: Context) -> None:

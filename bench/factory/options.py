@@ -9,9 +9,6 @@ STAGES = {
 }
 "Stages of the work in their order, by what is trained."
 
-TEMPERATURES = (0.0, 0.7, 1.0)
-"Temperatures for training and measuring drafts."
-
 
 @dataclass(frozen=True)
 class TrainingOptions:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from services.training.workspace import Workspace, read_json
+from bench.factory.workspace import Workspace, read_json
 
 _NUM_PACKAGES_LISTED = 200
 
