@@ -191,7 +191,7 @@ def _rounds(
 
 def _sequence(seed: int, params: SamplingParams) -> DraftSequence:
     prompt = [random.Random(seed).randrange(1000) for _ in range(20 + seed)]
-    return DraftSequence(prompt, len(prompt), params, NoiseKey.derive(seed, 0), num_speculative_tokens=5, window=12)
+    return DraftSequence(prompt, len(prompt), params, NoiseKey.derive(seed, 0), num_owed=5, window=12)
 
 
 def _attend(

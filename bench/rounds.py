@@ -137,7 +137,7 @@ class RoundsAlone:
 
     def _proposal(self, entry: Open | Advance) -> Proposal:
         base = len(entry.token_ids) + (entry.base if isinstance(entry, Advance) else 0)
-        return Proposal(entry.wire_id, base, [self._token() for _ in range(entry.num_speculative_tokens)])
+        return Proposal(entry.wire_id, base, [self._token() for _ in range(entry.num_owed)])
 
 
 class RoundsTime(NamedTuple):

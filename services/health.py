@@ -85,7 +85,7 @@ def _targets(url: str, context: ssl.SSLContext | None) -> list[str]:
 def _check_worker(address: str, dialer: Dialer) -> None:
     if not is_host_port(address):
         raise ConfigurationError(f"{address!r} is neither http://host:port nor host:port")
-    with dialer.blocking_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
+    with dialer.blocking_channel(address) as channel:
         try:
             check = health_pb2_grpc.HealthStub(channel).Check
             answer = check(health_pb2.HealthCheckRequest(), timeout=_TIMEOUT_SECONDS)

@@ -158,9 +158,7 @@ class Coordinator:
         planner = self.planner
         if planner.measures and planner.steps.is_known:
             # Probes, and requests that set their number of drafts, get all their rows.
-            adjustable = {
-                s: n for s, n in depths.items() if n and s.num_speculative_tokens is None and s is not planner.probe
-            }
+            adjustable = {s: n for s, n in depths.items() if n and s.is_automatic and s is not planner.probe}
             num_other_rows = len(depths) + sum(depths.values()) - sum(adjustable.values())
             for sequence, num_rows in self._reservations.reserve(adjustable, self._collected, num_other_rows).items():
                 sequence.reserved(num_rows)

@@ -36,7 +36,7 @@ class DepthPlanner:
         self.steps = StepTimes(max_rows)
         self.trees = TreePolicy(config.tree_width, config.max_speculative_tokens)
         self.realised = RealisedGain()
-        self.opening_depth = config.num_speculative_tokens  # depth of a new sequence
+        self.initial_depth = config.num_speculative_tokens  # depth of a new sequence
         self.num_planned_rows = 0  # number of sequences in the step of the last plan
         self.has_drafts = True  # whether the last plan gave any sequence drafts
         self.is_plain_step = False  # the current step leaves drafts out
@@ -64,8 +64,8 @@ class DepthPlanner:
         acceptance = SequenceAcceptance(self.rates("", sequence.params.temperature))
         sequence.joined(acceptance, self._config.window(asked or self.max_depth))
         if asked is None:
-            expected = self._opening_tokens or tokens_per_round(acceptance.survival()[: self.opening_depth])
-            sequence.planned(self.opening_depth, self._opening_template, expected)
+            expected = self._opening_tokens or tokens_per_round(acceptance.survival()[: self.initial_depth])
+            sequence.planned(self.initial_depth, self._opening_template, expected)
             # The fewer sequences the last plan had, the less it fits with a new one: the next plan comes sooner.
             self._steps_to_plan -= _PLAN_STEPS / max(1, self.num_planned_rows)
         else:
@@ -148,12 +148,12 @@ class DepthPlanner:
         choice = self._controller.choose(step)
         chosen = []
         for sequence, depth, tokens in zip(decoding, choice.num_drafts, choice.expected_tokens, strict=True):
-            is_free = sequence.num_speculative_tokens is None
+            is_free = sequence.is_automatic
             sequence.planned(depth, choice.template if is_free else None, tokens)
             if is_free:
                 chosen.append((depth, tokens))
         if chosen:
-            self.opening_depth, self._opening_tokens = sorted(chosen)[len(chosen) // 2]
+            self.initial_depth, self._opening_tokens = sorted(chosen)[len(chosen) // 2]
             self._opening_template = choice.template
         self.has_drafts = any(choice.num_drafts)
         has_links = any(candidate.costs is not None for candidate in candidates)
@@ -170,7 +170,7 @@ class DepthPlanner:
         if self.probe is not None and self.probe.link is None:
             self.probe = None  # no draft worker had room since the last plan: try another sequence
         if self.probe is None and self.measures and self._steps_to_probe <= 0:
-            free = [sequence for sequence in decoding if sequence.num_speculative_tokens is None]
+            free = [sequence for sequence in decoding if sequence.is_automatic]
             if free:
                 self.probe = free[self._num_probes % len(free)]
                 self._num_probes += 1
@@ -201,14 +201,14 @@ class DepthPlanner:
         depth = sequence.depth
         if depth >= sequence.max_len - len(sequence.token_ids):
             depth = sequence.useful_depth
-        is_free = sequence.num_speculative_tokens is None and self.measures
+        is_free = sequence.is_automatic and self.measures
         if is_free and sequence.link is not None and not sequence.link.has_proposed:
             depth = min(depth, 1)  # one draft measures the cost of drafts, and costs least if drafts are expensive
         return depth, self.shape(sequence, depth) if self.trees.may_branch else None
 
     def shape(self, sequence: SpeculativeSequence, num_drafts: int) -> Shape | None:
         """Returns the shape of the tree to request with `num_drafts` tokens; None: a chain."""
-        if sequence.num_speculative_tokens is None and self.measures:
+        if sequence.is_automatic and self.measures:
             shape = () if sequence.template is None else sequence.template.parents[:num_drafts]
             return None if is_chain(shape) else shape
         return self.trees.shape(num_drafts, lambda: self._round_time(sequence, num_drafts))

@@ -18,7 +18,7 @@ from cluster.coordination.base import LinkEvent, LinkState
 from cluster.coordination.open_sequences import OpenSequences
 from cluster.errors import ConfigurationError
 from cluster.telemetry.metrics import Reading
-from cluster.transport.dialing import PLAIN, Dialer
+from cluster.transport.dialing import KEEPALIVE, PLAIN, Dialer
 from cluster.wire.codec import decode_reply, encode_request
 from cluster.wire.messages import SpeculateRequest
 from cluster.wire.outbox import Outbox
@@ -41,21 +41,13 @@ _LABEL_DIGITS = 8
 _MAX_NAME_CHARACTERS = 256
 _STOPPED = "Cancelling all calls"  # gRPC's message when a server is being shut down
 _DESCRIBE_TIMEOUT_SECONDS = 5.0
-_CHANNEL_OPTIONS = (
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 300),  # in addition to `_RECONNECT_SECONDS`
+_LINK_OPTIONS = (
     ("grpc.max_receive_message_length", 16 * 2**20),
     # A fixed window: the estimated one grows to many MiB for a worker that floods the link.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", 2**18),
-    # The channel detects a silent worker within four seconds. Without `ping_timeout_ms` a ping may stay unanswered for
-    # a minute. Without `max_pings_without_data` an idle link would stop sending pings.
-    ("grpc.keepalive_time_ms", 2000),
-    ("grpc.keepalive_timeout_ms", 2000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.http2.ping_timeout_ms", 2000),
+    ("grpc.http2.max_pings_without_data", 0),  # otherwise an idle link would stop sending pings
+    *KEEPALIVE,
 )
 
 
@@ -142,7 +134,7 @@ class DraftLink:
         backoff = Backoff()
         while True:
             version = self._dialer.version
-            async with self._dialer.channel(self.address, _CHANNEL_OPTIONS) as channel:
+            async with self._dialer.channel(self.address, _LINK_OPTIONS) as channel:
                 stub = draft_pb2_grpc.DraftStub(channel)
                 while version == self._dialer.version:
                     up_seconds = await self._live(stub)

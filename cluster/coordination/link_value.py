@@ -36,7 +36,7 @@ class LinkValue:
             measured = 0.0 if known is None else known.costs.round_trip_seconds
             waits = np.maximum(waits + link.expected_round_trip - measured, 0.0)
         rates = planner.speed(planner.num_planned_rows).by_depth(survival, waits)
-        return float(rates.max() if planner.measures else rates[max(1, planner.opening_depth) - 1])
+        return float(rates.max() if planner.measures else rates[max(1, planner.initial_depth) - 1])
 
 
 def _like(link: ActiveLink, links: Iterable[ActiveLink]) -> ActiveLink | None:

@@ -38,5 +38,5 @@ class OpenSequences:
 
 def _max_bytes(entry: Open) -> int:
     # A worker may propose k tokens with any window. Later requests may have another k, which MAX_WIDTH covers.
-    num_tokens = MAX_WIDTH * max(1, entry.window, entry.num_speculative_tokens)
+    num_tokens = MAX_WIDTH * max(1, entry.window, entry.num_owed)
     return _SEQUENCE_BYTES + _TOKEN_BYTES * num_tokens

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 _REOPEN_SECONDS = 1.0  # pause before a refused sequence is opened again; doubled by each refusal
 _MAX_REOPEN_SECONDS = 60.0
-_MAX_DEATHS = 2  # a sequence is not opened again after this many links went down before they answered its opening
+_MAX_LOST_LINKS = 2  # a sequence is not opened again after this many links went down before they answered its opening
 
 
 class Openings:
@@ -103,14 +103,14 @@ class Openings:
     def lose(self, link: ActiveLink) -> None:
         """Detaches the sequences of `link`, which is down, so that they wait for another worker.
 
-        Drafting stops for a sequence after `_MAX_DEATHS` links in a row went down before they answered its opening,
+        Drafting stops for a sequence after `_MAX_LOST_LINKS` links in a row went down before they answered its opening,
         because the opening may be the cause.
         """
         sequences = list(link.sequences.values())
         num_given_up = 0
         for sequence in sequences:
             sequence.lost_its_link()
-            if sequence.num_deaths < _MAX_DEATHS:
+            if sequence.num_lost_links < _MAX_LOST_LINKS:
                 self._waiting[sequence] = None
             else:
                 num_given_up += 1
@@ -123,7 +123,7 @@ class Openings:
                 "drafting stopped for %d sequences: %d draft workers in a row were lost before they answered the "
                 "opening",
                 num_given_up,
-                _MAX_DEATHS,
+                _MAX_LOST_LINKS,
             )
 
     def detach(self, sequence: SpeculativeSequence) -> None:

@@ -23,7 +23,7 @@ from cluster.coordination.base import Link
 from cluster.coordination.stats import CoordinatorStats
 from cluster.speculation.acceptance_model import SequenceAcceptance
 from cluster.speculation.costs import DraftStep, LinkCosts
-from cluster.speculation.drafts import NO_DRAFTS, Drafts
+from cluster.speculation.drafts import NO_DRAFTS, Drafts, num_useful_drafts
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.speculation.tree import Shape, num_levels
@@ -65,7 +65,7 @@ class SpeculativeSequence:
     window: int = 0  # maximum number of tokens of a proposal after the committed tokens
     num_refusals: int = 0  # consecutive refusals
     may_open_at: float = 0.0
-    num_deaths: int = 0  # consecutive links that went down before they answered an opening
+    num_lost_links: int = 0  # consecutive links that went down before they answered an opening
 
     # The round.
     num_acknowledged: int = 0  # committed tokens that the drafter has acknowledged
@@ -79,8 +79,13 @@ class SpeculativeSequence:
 
     @property
     def useful_depth(self) -> int:
-        """`depth`, limited to the drafts that fit before `max_len`, after the place of the bonus token."""
-        return max(0, min(self.depth, self.max_len - len(self.token_ids) - 1))
+        """`depth`, limited to the drafts that could be committed."""
+        return num_useful_drafts(self.depth, len(self.token_ids), self.max_len)
+
+    @property
+    def is_automatic(self) -> bool:
+        """True if the controller decides the depth."""
+        return self.num_speculative_tokens is None
 
     @property
     def is_awaited(self) -> bool:
@@ -125,7 +130,7 @@ class SpeculativeSequence:
 
     def lost_its_link(self) -> None:
         """Detaches the sequence from a link that went down; its worker has lost the sequence."""
-        self.num_deaths += not self.has_answered
+        self.num_lost_links += not self.has_answered
         self.detached()
 
     def turned_away(self, until: float) -> None:
@@ -180,7 +185,7 @@ class SpeculativeSequence:
             proposal = grown
         proposal = self._within_limits(proposal, stats)
         base, num_tokens = proposal.base, len(self.token_ids)
-        self.has_answered, self.num_deaths = True, 0
+        self.has_answered, self.num_lost_links = True, 0
         if not self.num_acknowledged <= base <= num_tokens:
             stats.num_stale_proposals += 1
             return

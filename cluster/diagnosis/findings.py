@@ -65,12 +65,12 @@ def findings(found: Examination, earlier_survival: Sequence[float] = ()) -> list
             ),
         ]
     now = found.auto.counts.tokens_per_second
-    told = [
+    costly = [
         replace(finding, loss=None if rate is None else max(0.0, 1.0 - now / rate))
         for finding in _suspected(found, tuple(earlier_survival))
         if (rate := finding.tokens_per_second) is None or now < (1.0 - _LEAST_LOSS) * rate
     ]
-    return [*threads, *sorted(told, key=lambda finding: -1.0 if finding.loss is None else -finding.loss)]
+    return [*threads, *sorted(costly, key=lambda finding: -1.0 if finding.loss is None else -finding.loss)]
 
 
 def _suspected(found: Examination, earlier_survival: tuple[float, ...]) -> Iterator[Finding]:

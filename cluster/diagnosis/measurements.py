@@ -216,7 +216,7 @@ class Examination:
         return [one for one in self.fixed if one.has_reached_its_depth] or self.fixed
 
     @property
-    def told(self) -> Measured:
+    def fastest(self) -> Measured:
         """The fastest of the `reached` measurements."""
         return max(self.reached, key=lambda one: one.counts.tokens_per_second)
 

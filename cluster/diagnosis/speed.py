@@ -46,27 +46,27 @@ class SpeedModel:
 
         Steps, drafting and acceptance are measured over all depths. All other parts are those at the fastest depth.
         """
-        plain, told = found.plain.counts, found.told.counts
+        plain, fastest = found.plain.counts, found.fastest.counts
         drafted = [one.counts for one in (*found.fixed, found.auto)]
         steps = TimeCurve([(plain.rows, plain.decode), *((counts.rows, counts.verify) for counts in drafted)])
         reached = [one.counts for one in found.reached if one.counts.num_rounds]
         drafting = TimeCurve([_NOTHING, *((one.mean_depth, one.draft.times(one.mean_depth)) for one in reached)])
-        asked = drafting.at(told.mean_depth) + found.network_seconds
-        num_streams = max(found.num_running, told.mean_batch)
-        in_steps, num_tokens = told.mean_batch * told.num_steps, max(told.num_tokens, 1.0)
+        asked = drafting.at(fastest.mean_depth) + found.network_seconds
+        num_streams = max(found.num_running, fastest.mean_batch)
+        in_steps, num_tokens = fastest.mean_batch * fastest.num_steps, max(fastest.num_tokens, 1.0)
         return cls(
             num_streams=num_streams,
             survival=found.survival,
             steps=steps,
             drafting=drafting,
-            draft_seconds=told.draft.mean_seconds,
+            draft_seconds=fastest.draft.mean_seconds,
             round_trip_seconds=found.network_seconds,
-            wait_share=min(told.wait_a_step / asked, _MAX_WAIT_SHARE) if asked > 0 else 1.0,
-            rest_seconds=told.bookkeeping_a_step,
+            wait_share=min(fastest.wait_a_step / asked, _MAX_WAIT_SHARE) if asked > 0 else 1.0,
+            rest_seconds=fastest.bookkeeping_a_step,
             plain_rest_seconds=plain.bookkeeping_a_step,
-            plain_share=max(0.0, in_steps - told.num_rounds) / num_tokens,
-            missed_steps=max(0.0, num_streams * told.num_steps - in_steps) / num_tokens,
-            prompt_seconds=told.prompt_seconds(steps.at(told.rows)),  # steps with prompts have drafts, too
+            plain_share=max(0.0, in_steps - fastest.num_rounds) / num_tokens,
+            missed_steps=max(0.0, num_streams * fastest.num_steps - in_steps) / num_tokens,
+            prompt_seconds=fastest.prompt_seconds(steps.at(fastest.rows)),  # steps with prompts have drafts, too
             plain_prompt_seconds=plain.prompt_seconds(plain.decode.mean_seconds),
             max_depth=min(found.max_depth, MAX_DEPTH),
         )

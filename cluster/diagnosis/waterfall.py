@@ -36,7 +36,7 @@ class Waterfall:
 
 
 @dataclass(frozen=True, slots=True)
-class Thought:
+class PredictedDraft:
     """Expected properties of the draft before it served the load."""
 
     acceptance: float  # acceptance rate of a draft token
@@ -45,7 +45,7 @@ class Thought:
     equal_acceptance: float  # rate if drafts are sampled at the target's temperature
 
 
-def waterfall(plain: Measured, drafted: Measured, thought: Thought, network_seconds: float) -> Waterfall:
+def waterfall(plain: Measured, drafted: Measured, predicted: PredictedDraft, network_seconds: float) -> Waterfall:
     """Returns the stages between the expected and the measured speedup.
 
     `drafted`: measured with one k for all, at the load and temperature of `plain`.
@@ -65,10 +65,10 @@ def waterfall(plain: Measured, drafted: Measured, thought: Thought, network_seco
     tokens = tokens_per_round(with_drafts.survival[:k])
     bookkeeping = _bookkeeping(with_drafts, k * measured_draft + net)
     plain_bookkeeping = _bookkeeping(without, 0.0)
-    promised = formula(thought.equal_acceptance, thought.draft_seconds)
-    at_temperature = formula(thought.earlier_acceptance, thought.draft_seconds)
-    drifted = formula(thought.acceptance, thought.draft_seconds)
-    by_position = of_round(tokens, thought.draft_seconds, decode)
+    promised = formula(predicted.equal_acceptance, predicted.draft_seconds)
+    at_temperature = formula(predicted.earlier_acceptance, predicted.draft_seconds)
+    drifted = formula(predicted.acceptance, predicted.draft_seconds)
+    by_position = of_round(tokens, predicted.draft_seconds, decode)
     slower = of_round(tokens, measured_draft, decode)
     full = of_round(tokens, measured_draft, verify)
     booked = of_round(tokens, measured_draft, verify, bookkeeping, plain_bookkeeping)
@@ -77,7 +77,7 @@ def waterfall(plain: Measured, drafted: Measured, thought: Thought, network_seco
         ("draft sampled at another temperature", at_temperature),
         ("drift of the draft", drifted),
         ("acceptance differs by position", by_position),
-        ("draft slower than thought", slower),
+        ("draft slower than predicted", slower),
         ("verify takes more than a decode: bandwidth full", full),
         ("bookkeeping around the steps", booked),
         ("contention with other requests", contended),
@@ -98,7 +98,9 @@ def _bookkeeping(counts: Counts, asked_seconds: float) -> float:
     return longer + counts.bookkeeping_a_step
 
 
-def thought_of(alone: Measured, drafted: Measured, *, equal: float | None, earlier: float | None) -> Thought:
+def predicted_draft(
+    alone: Measured, drafted: Measured, *, equal: float | None, earlier: float | None
+) -> PredictedDraft:
     """Returns the expected properties of a draft, from measurements.
 
     `alone`: load of one stream with drafts, so the draft was otherwise idle. `equal`: acceptance if drafts are sampled
@@ -107,6 +109,6 @@ def thought_of(alone: Measured, drafted: Measured, *, equal: float | None, earli
     """
     survival = drafted.counts.survival
     now = survival[0] if survival else 0.0
-    return Thought(
+    return PredictedDraft(
         now, alone.counts.draft.mean_seconds, earlier if earlier is not None else now, equal or earlier or now
     )

@@ -31,7 +31,7 @@ class DraftSequence:
     num_prompt_tokens: int
     params: SamplingParams
     noise_key: NoiseKey
-    num_speculative_tokens: int  # k: drafts owed per round
+    num_owed: int  # k: drafts owed per round
     window: int  # maximum depth of drafts after the committed tokens
     shape: Shape | None = None  # shape of the owed tree; None: a chain of k
     cache_root: bytes = b""  # KV is shared only between sequences with the same root
@@ -122,7 +122,7 @@ class DraftSequence:
         """
         if self.shape is None:
             end = self.tip if root < 0 else self._end(root)
-            nodes = [end] if self.depth(end) - self.depth(root) < self.num_speculative_tokens else []
+            nodes = [end] if self.depth(end) - self.depth(root) < self.num_owed else []
         else:
             found = self._find(self.shape, root)
             inner = [found[parent] for parent in dict.fromkeys(self.shape) if parent in found]
@@ -146,7 +146,7 @@ class DraftSequence:
     def proposal_depth(self) -> int:
         """Number of nodes of the owed proposal that are on the main path."""
         if self.shape is None:
-            return self.num_speculative_tokens
+            return self.num_owed
         depth, last = 0, -1
         for node, parent in enumerate(self.shape):
             if parent == last and last not in self.shape[:node]:
@@ -159,7 +159,7 @@ class DraftSequence:
         They complete a proposal. If the sequence may run ahead, the step makes one more draft, as a guess of the bonus
         token.
         """
-        depth, number = self.depth(node), self.proposal_depth + (self.window > self.num_speculative_tokens)
+        depth, number = self.depth(node), self.proposal_depth + (self.window > self.num_owed)
         if node == self.tip and depth < self.proposal_depth:
             number -= depth  # the owed proposal
         return max(1, min(number, self.window - depth, max_model_len - self.num_committed - depth))
@@ -167,7 +167,7 @@ class DraftSequence:
     def proposal(self) -> Drafts:
         """Returns the part of the owed proposal that is drafted."""
         if self.shape is None:
-            return Drafts(self.draft_token_ids[: self.num_speculative_tokens])
+            return Drafts(self.draft_token_ids[: self.num_owed])
         found = self._find(self.shape, -1)
         del found[-1]
         nodes = list(found)

@@ -222,7 +222,7 @@ class ModelDrafter(Drafter):
     def _num_owed(self, sequence: DraftSequence) -> int:
         """Returns the number of tokens that complete a chain's proposal; 1 if it is complete, to run ahead."""
         room = self.max_model_len - len(sequence.token_ids)
-        return max(1, min(sequence.num_speculative_tokens - sequence.num_drafted, room))
+        return max(1, min(sequence.num_owed - sequence.num_drafted, room))
 
     def _extend_by(self, burst: Burst, sequences: Sequence[DraftSequence], logits: torch.Tensor) -> None:
         """Adds the owed tokens to every chain; only one token to a chain without blocks for more."""

@@ -161,7 +161,7 @@ class Sent:
             parent = sequence.parents[node]
             siblings = sequence.children(parent)
             if parent in numbers:
-                may_leave = parent in main and sequence.depth(parent) <= sequence.num_speculative_tokens
+                may_leave = parent in main and sequence.depth(parent) <= sequence.num_owed
                 for child in siblings if may_leave else siblings[:1]:
                     parents.append(numbers[parent])
                     token_ids.append(sequence.token_of(child))

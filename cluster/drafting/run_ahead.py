@@ -125,7 +125,7 @@ class Frontier:
         if self._num_seen == len(parents):
             return
         run_ahead, all_chances, max_depths = self._run_ahead, self.chances, self._max_depths
-        num_drafts, nodes = sequence.num_speculative_tokens, self.nodes
+        num_drafts, nodes = sequence.num_owed, self.nodes
         node, self._num_seen = self._num_seen, len(parents)
         while node < self._num_seen:
             parent = parents[node]
@@ -193,4 +193,4 @@ def num_nodes_ahead(
 
 def runs_ahead(sequence: DraftSequence) -> bool:
     """Returns True if the window of `sequence` reaches beyond a proposal."""
-    return sequence.window > sequence.num_speculative_tokens > 0
+    return sequence.window > sequence.num_owed > 0

@@ -50,7 +50,7 @@ class Spelling:
             num_prompt_tokens=len(prompt),
             params=params,
             noise_key=opening.noise_key,
-            num_speculative_tokens=opening.num_speculative_tokens,
+            num_owed=opening.num_owed,
             window=opening.window,
             cache_root=opening.cache_root,
             num_added=len(token_ids) - len(opening.token_ids),

@@ -391,7 +391,7 @@ class DraftWorker:
         num_drafts, num_committed = len(sequence.parents), sequence.num_committed
         kept = sequence.commit(advance.base, advance.token_ids, num_added)
         if kept is not None:
-            entry.is_behind |= sequence.num_committed - num_committed > sequence.num_speculative_tokens + 1
+            entry.is_behind |= sequence.num_committed - num_committed > sequence.num_owed + 1
             entry.frontier, entry.sent = None, Sent()
             self._num_kept_drafts += len(kept) - len(sequence.parents)
             self._num_wasted_drafts += num_drafts - len(kept)
@@ -416,8 +416,8 @@ class DraftWorker:
     def _want(self, entry: Entry, wanted: Open | Advance) -> None:
         """Applies the number of drafts and the shape that `wanted` requests to further proposals."""
         sequence = entry.sequence
-        sequence.window = window_of(wanted.num_speculative_tokens, entry.granted_window)
-        sequence.num_speculative_tokens = wanted.num_speculative_tokens
+        sequence.window = window_of(wanted.num_owed, entry.granted_window)
+        sequence.num_owed = wanted.num_owed
         sequence.shape = wanted.shape
         sequence.width = self.run_ahead.width(sequence, may_branch=self._may_branch)
 

@@ -7,6 +7,8 @@ from collections.abc import MutableSequence
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
+from cluster.speculation.drafts import num_useful_drafts
+
 
 class FinishReason(enum.Enum):
     STOP = "stop"  # a token that ends the sequence
@@ -29,7 +31,7 @@ class Sequence:
     num_prompt_tokens: int
     max_len: int  # prompt and generated tokens at most
     end_token_ids: frozenset[int]  # each of them ends the sequence
-    num_speculative_tokens: int
+    max_drafts: int  # per round
     priority: int = 0  # the waiting sequence with the lowest value goes first
     cache_root: bytes | None = None  # KV is shared only between sequences with the same root
     first_unscored: int | None = None  # first prompt token that is not scored yet; None: prompt tokens are not scored
@@ -61,8 +63,8 @@ class Sequence:
 
     @property
     def max_useful_drafts(self) -> int:
-        """Maximum number of drafts that could be committed before `max_len`, after a place for the bonus token."""
-        return max(0, min(self.num_speculative_tokens, self.max_len - self.num_tokens - 1))
+        """Maximum number of drafts that could be committed."""
+        return num_useful_drafts(self.max_drafts, self.num_tokens, self.max_len)
 
     def commit(self, token_ids: Tokens[int]) -> int:
         """Appends `token_ids` up to the end of the sequence. Returns the number of appended tokens."""

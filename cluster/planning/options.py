@@ -119,8 +119,8 @@ def _apart(
     """
     rate = request.acceptance_rate
     if is_quantized:
-        told = request.int4_acceptance_rate
-        rate = rate * INT4_ACCEPTANCE_SHARE if told is None else told
+        measured = request.int4_acceptance_rate
+        rate = rate * INT4_ACCEPTANCE_SHARE if measured is None else measured
     drafting = Drafting(Roofline(draft, request.draft_gpus, request.efficiency), rate, round_trip, RUN_AHEAD_HIDES)
     option = _on_own_device(request, alone, name, draft, drafting, request.draft_gpus)
     return replace(option, draft_dollars_per_hour=request.draft_gpus.dollars_per_hour)

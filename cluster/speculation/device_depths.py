@@ -35,9 +35,9 @@ _PLANS_TO_TRIAL = 512  # plans from one trial to the next: trials cover 6 % of t
 class DeviceDepths:
     """Chooses depths from measured steps. Must only be used by the engine's thread."""
 
-    def __init__(self, max_depth: int, opening_depth: int) -> None:
+    def __init__(self, max_depth: int, initial_depth: int) -> None:
         self.max_depth = max_depth
-        self._depth = min(opening_depth, max_depth)
+        self._depth = min(initial_depth, max_depth)
         self._sums = _Sums()
         self._tried: _Sums | None = None
         self._rates: dict[float, PositionRates] = {}  # by temperature

@@ -6,6 +6,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 
+def num_useful_drafts(limit: int, num_tokens: int, max_len: int) -> int:
+    """Returns the number of drafts, at most `limit`, that fit before `max_len` after the place of the bonus token."""
+    return max(0, min(limit, max_len - num_tokens - 1))
+
+
 @dataclass(slots=True)  # not frozen: one is made per sequence and step, and freezing doubles the time
 class Drafts:
     """Draft tokens after the last committed token.

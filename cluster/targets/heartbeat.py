@@ -54,5 +54,7 @@ class Heartbeat:
 
     @property
     def busy(self) -> Reading:
-        told = "Time with work for the engine's loop: its steps, their waits for proposals, and the time between them."
-        return Reading("outrider_engine_busy_seconds", told, self._busy_seconds, is_counter=True)
+        description = (
+            "Time with work for the engine's loop: its steps, their waits for proposals, and the time between them."
+        )
+        return Reading("outrider_engine_busy_seconds", description, self._busy_seconds, is_counter=True)

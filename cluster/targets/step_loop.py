@@ -338,10 +338,10 @@ class StepLoop(Target):
         if self._num_failed_in_row >= _MAX_FAILED_STEPS or not self._recovers():
             raise error
         logger.error("a step of %d sequences failed; they end with an error", len(step), exc_info=error)
-        told = InternalError(f"the step that computed it failed: {first_line(error)}")
+        failure = InternalError(f"the step that computed it failed: {first_line(error)}")
         failed = [part.sequence for part in step if self._has_not_ended(part.sequence)]
         self._release(*failed)
-        return [GenerationOutput(generation.request.request_id, (), None, 0, 0, error=told) for generation in failed]
+        return [GenerationOutput(generation.request.request_id, (), None, 0, 0, error=failure) for generation in failed]
 
     def _has_not_ended(self, generation: Generation) -> bool:
         return self._generations.get(generation.request.request_id) is generation
@@ -353,7 +353,10 @@ class StepLoop(Target):
         self, step: Sequence[Scheduled], prompts: Sequence[PromptPart], num_rows: int, seconds: float
     ) -> StepTiming:
         """Records a step of `seconds`, in which `num_rows` rows yielded a choice. Returns its timing."""
-        kind = _kind(step)
+        kind = StepTime.kind(
+            has_prompt=any(scheduled.num_new_tokens > 1 for scheduled in step),
+            has_drafts=any(scheduled.drafts for scheduled in step),
+        )
         self._step_times[kind].add(seconds)
         num_step_rows = sum(scheduled.num_new_tokens + len(scheduled.drafts) for scheduled in step)
         self._scheduler.pace.observe(num_step_rows, prompts, seconds)
@@ -469,10 +472,3 @@ class StepLoop(Target):
             self._request_times.ended(generation.request.request_id, generation.num_preemptions)
             self._coordinator.close(generation.speculative)
             self._forget(generation)
-
-
-def _kind(step: Sequence[Scheduled]) -> str:
-    """Returns "prefill" for a step with a prompt chunk, otherwise "verify" with drafts and "decode" without."""
-    if any(scheduled.num_new_tokens > 1 for scheduled in step):
-        return "prefill"
-    return "verify" if any(scheduled.drafts for scheduled in step) else "decode"

@@ -39,7 +39,7 @@ class Generation(engine.Sequence):
             num_prompt_tokens=request.num_prompt_tokens,
             max_len=max_len,
             end_token_ids=end_token_ids,
-            num_speculative_tokens=max_drafts if asked is None else asked,
+            max_drafts=max_drafts if asked is None else asked,
             priority=request.priority,
             cache_root=request.cache_root or None,
             first_unscored=None if request.num_prompt_logprobs is None else 1,

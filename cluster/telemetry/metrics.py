@@ -70,6 +70,11 @@ class StepTime:
     num_steps: int = 0
     seconds: float = 0.0
 
+    @staticmethod
+    def kind(*, has_prompt: bool, has_drafts: bool) -> str:
+        """Returns the kind of a step: it has a chunk of a prompt, or drafts, or neither."""
+        return "prefill" if has_prompt else "verify" if has_drafts else "decode"
+
     def add(self, seconds: float) -> None:
         self.num_steps += 1
         self.seconds += seconds

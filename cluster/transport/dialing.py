@@ -15,6 +15,20 @@ from cluster.transport.token_file import TokenFile
 
 Options = Sequence[tuple[str, Any]]
 
+KEEPALIVE: Options = (
+    # A silent worker is detected within four seconds; without `ping_timeout_ms` it could take a minute.
+    ("grpc.keepalive_time_ms", 2000),
+    ("grpc.keepalive_timeout_ms", 2000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.ping_timeout_ms", 2000),
+)
+# Workers are called directly. By default gRPC may take minutes to reconnect to one that was away for minutes.
+_OPTIONS: Options = (
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 300),
+)
 _MAX_REASON_CHARACTERS = 200
 
 
@@ -59,14 +73,14 @@ class Dialer:
 
     def channel(self, address: str, options: Options = ()) -> grpc.aio.Channel:
         if self._certificates is None:
-            return grpc.aio.insecure_channel(address, options=options)
-        return grpc.aio.secure_channel(address, self._credentials(self._certificates), options=self._named(options))
+            return grpc.aio.insecure_channel(address, options=self._with_own(options))
+        return grpc.aio.secure_channel(address, self._credentials(self._certificates), options=self._with_own(options))
 
     def blocking_channel(self, address: str, options: Options = ()) -> grpc.Channel:
         """Returns a channel for callers without an event loop."""
         if self._certificates is None:
-            return grpc.insecure_channel(address, options=options)
-        return grpc.secure_channel(address, self._credentials(self._certificates), options=self._named(options))
+            return grpc.insecure_channel(address, options=self._with_own(options))
+        return grpc.secure_channel(address, self._credentials(self._certificates), options=self._with_own(options))
 
     def page_dialing(self) -> PageDialing | None:
         """Returns credentials from the current files; None if the workers' pages are in plaintext.
@@ -104,10 +118,9 @@ class Dialer:
             return credentials
         return grpc.composite_channel_credentials(credentials, grpc.metadata_call_credentials(_Sender(self._token)))
 
-    def _named(self, options: Options) -> Options:
-        if self._server_name is None:
-            return options
-        return (*options, ("grpc.ssl_target_name_override", self._server_name))
+    def _with_own(self, options: Options) -> Options:
+        name = () if self._server_name is None else (("grpc.ssl_target_name_override", self._server_name),)
+        return (*_OPTIONS, *options, *name)
 
 
 PLAIN = Dialer()

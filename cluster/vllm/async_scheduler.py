@@ -127,8 +127,8 @@ class AsyncRoundScheduler(RoundScheduler, AsyncScheduler):
         return allowed
 
     def readings(self) -> Iterator[Reading]:
-        told = "Steps that waited over a second for their drafts, and ran without them."
-        yield Reading("outrider_steps_without_drafts", told, self.num_without_drafts, is_counter=True)
+        description = "Steps that waited over a second for their drafts, and ran without them."
+        yield Reading("outrider_steps_without_drafts", description, self.num_without_drafts, is_counter=True)
 
     @property
     def _device_rounds(self) -> DeviceRounds | None:

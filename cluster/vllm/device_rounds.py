@@ -37,12 +37,12 @@ class _Sequence:
 class DeviceRounds:
     """`cluster.vllm.scheduler.Rounds` for a runner that drafts. A depth of 0 drafts nothing in that step."""
 
-    def __init__(self, max_depth: int, opening_depth: int, *, is_fixed: bool) -> None:
-        """`is_fixed`: the depth is always `opening_depth`, except for requests that set their own."""
-        self._depths = DeviceDepths(max_depth, opening_depth)
+    def __init__(self, max_depth: int, initial_depth: int, *, is_fixed: bool) -> None:
+        """`is_fixed`: the depth is always `initial_depth`, except for requests that set their own."""
+        self._depths = DeviceDepths(max_depth, initial_depth)
         self._max_depth = max_depth
         self._is_fixed = is_fixed
-        self._chosen = opening_depth
+        self._chosen = initial_depth
         self._scheduled: deque[int] = deque()  # depths of the steps in flight
         self._sequences: dict[str, _Sequence] = {}
         self._is_trying = True

@@ -22,6 +22,7 @@ from vllm.v1.request import Request
 
 from cluster.engine.prompt_pace import PromptPace, PromptPart
 from cluster.logprobs import TokenLogprobs
+from cluster.speculation.drafts import num_useful_drafts
 from cluster.telemetry.metrics import Reading
 
 
@@ -350,11 +351,11 @@ class RoundScheduler(Scheduler):
     def _useful_drafts(self, request: Request) -> int:
         """Returns the maximum number of drafts of `request` that the next step could commit.
 
-        One place is for the bonus token. If a step of the request is running, it commits a token first.
+        If a step of the request is running, it commits a token first.
         """
         max_len: int = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
         num_tokens = request.num_tokens + (request.num_output_placeholders > 0)
-        return max(0, min(self.max_drafts, max_len - int(num_tokens) - 1))
+        return num_useful_drafts(self.max_drafts, int(num_tokens), max_len)
 
 
 def _adapter(request: Request) -> int | None:

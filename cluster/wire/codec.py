@@ -65,7 +65,7 @@ def encode_request(request: SpeculateRequest) -> draft_pb2.SpeculateRequest:
         columns.bases.extend([entry.base for entry in advances])
         columns.lengths.extend(map(len, token_ids))
         columns.token_ids.extend(itertools.chain.from_iterable(token_ids))
-        columns.num_speculative_tokens.extend([entry.num_speculative_tokens for entry in advances])
+        columns.num_speculative_tokens.extend([entry.num_owed for entry in advances])
         wanted = [entry.shape for entry in advances]
         if wanted.count(None) < len(wanted):
             columns.shapes.extend([shapes.number(shape) for shape in wanted])
@@ -166,7 +166,7 @@ def _encode_open(entry: Open, shape: int) -> draft_pb2.Open:
         num_prompt_tokens=entry.num_prompt_tokens,
         sampling=encode_sampling(entry.params),
         noise_key=types_pb2.NoiseKey(low=entry.noise_key.low, high=entry.noise_key.high),
-        num_speculative_tokens=entry.num_speculative_tokens,
+        num_speculative_tokens=entry.num_owed,
         window=entry.window,
         shape=shape,
         cache_root=entry.cache_root,
@@ -189,7 +189,7 @@ def _decode_open(entry: draft_pb2.Open, shape: Shape | None) -> Open:
         num_prompt_tokens=entry.num_prompt_tokens,
         params=decode_sampling(entry.sampling),
         noise_key=NoiseKey(low=entry.noise_key.low, high=entry.noise_key.high),
-        num_speculative_tokens=entry.num_speculative_tokens,
+        num_owed=entry.num_speculative_tokens,
         window=entry.window,
         shape=shape,
         cache_root=entry.cache_root,

@@ -24,7 +24,7 @@ class Open:
     num_prompt_tokens: int
     params: SamplingParams
     noise_key: NoiseKey
-    num_speculative_tokens: int
+    num_owed: int
     window: int
     shape: Shape | None = None  # shape of the owed tree; None: a chain of k
     cache_root: bytes = b""  # KV is shared only between sequences with the same root
@@ -38,7 +38,7 @@ class Advance:
     wire_id: int
     base: int
     token_ids: Sequence[int]
-    num_speculative_tokens: int
+    num_owed: int
     shape: Shape | None = None
 
 

@@ -12,8 +12,14 @@ _CLOCK_SECONDS = 1.0  # clock difference above which traces and certificates suf
 
 def with_programs(costly: Sequence[Finding], facts: ClusterFacts) -> list[Finding]:
     """Adds findings from the programs' descriptions to `costly`. Their cost is unknown, so they come last."""
-    told = [*_links(facts), *_fingerprints(facts), *_versions(facts), *_clocks(facts.workers), *_isas(facts.workers)]
-    return [*costly, *(Finding(name, what, remedy, None) for name, what, remedy in told)]
+    findings = [
+        *_links(facts),
+        *_fingerprints(facts),
+        *_versions(facts),
+        *_clocks(facts.workers),
+        *_isas(facts.workers),
+    ]
+    return [*costly, *(Finding(name, what, remedy, None) for name, what, remedy in findings)]
 
 
 Told = Iterator[tuple[str, str, str]]

@@ -12,11 +12,11 @@ from typing import Any
 from cluster.config import Config
 from cluster.diagnosis.findings import findings
 from cluster.diagnosis.measurements import Examination
-from cluster.diagnosis.waterfall import Waterfall, thought_of, waterfall
+from cluster.diagnosis.waterfall import Waterfall, predicted_draft, waterfall
 from cluster.errors import ConfigurationError
 from services.argument_types import above_zero, temperature_list
 from services.doctor.checks import with_programs
-from services.doctor.examine import TOLD_DEPTH, ExaminationPlan, examine
+from services.doctor.examine import REPORTED_DEPTH, ExaminationPlan, examine
 from services.doctor.report import DoctorReport
 from services.held_out import held_out_texts
 from services.http_call import router_url
@@ -167,9 +167,9 @@ def examine_cluster(
 
 def _waterfall(found: Examination, config: Config, earlier_survival: Sequence[float]) -> Waterfall:
     earlier = earlier_survival[0] if earlier_survival else None
-    told = min(found.fixed, key=lambda one: abs((one.workload.num_speculative_tokens or 0) - TOLD_DEPTH))
-    thought = thought_of(found.alone, told, equal=_equal_acceptance(found, config), earlier=earlier)
-    return waterfall(found.plain, told, thought, found.network_seconds)
+    reported = min(found.fixed, key=lambda one: abs((one.workload.num_speculative_tokens or 0) - REPORTED_DEPTH))
+    predicted = predicted_draft(found.alone, reported, equal=_equal_acceptance(found, config), earlier=earlier)
+    return waterfall(found.plain, reported, predicted, found.network_seconds)
 
 
 def _equal_acceptance(found: Examination, config: Config) -> float | None:
@@ -214,11 +214,11 @@ def survival_of(report: Mapping[str, Any], temperature: float) -> tuple[float, .
 
     Raises ConfigurationError if it has none for that temperature, and ValueError if its numbers are not shares.
     """
-    told = {float(one["temperature"]): one["survival"] for one in report["suitability"]}
-    if temperature not in told:
-        known = ", ".join(f"{one:g}" for one in told)
+    reported = {float(one["temperature"]): one["survival"] for one in report["suitability"]}
+    if temperature not in reported:
+        known = ", ".join(f"{one:g}" for one in reported)
         raise ConfigurationError(f"it has the temperatures {known or 'none'}, and not {temperature:g}")
-    shares = [float(share) for share in told[temperature]]
+    shares = [float(share) for share in reported[temperature]]
     if not all(0.0 <= share <= 1.0 for share in shares):
         raise ValueError("a share is not from 0 to 1")
     return tuple(share for depth, share in enumerate(shares) if any(shares[depth:]))

@@ -13,7 +13,7 @@ from services.running_cluster.load import LoadMaker, Numbers
 
 logger = logging.getLogger(__name__)
 
-TOLD_DEPTH = 5  # depth of the rounds for the reported acceptance and the waterfall
+REPORTED_DEPTH = 5  # depth of the rounds for the reported acceptance and the waterfall
 _RAMP_SECONDS = 1.0  # first guess of the time until all streams of a load are busy
 
 
@@ -35,8 +35,8 @@ class ExaminationPlan:
         that some slow seconds of the machine affect them like the loads between them.
         """
         first, streams = self.temperatures[0], self.num_streams
-        depths = sorted({min(depth, self.max_depth) for depth in (2, TOLD_DEPTH, 10)})
-        told, auto = min(TOLD_DEPTH, self.max_depth), Workload(streams, first, None)
+        depths = sorted({min(depth, self.max_depth) for depth in (2, REPORTED_DEPTH, 10)})
+        reported, auto = min(REPORTED_DEPTH, self.max_depth), Workload(streams, first, None)
         fixed = [Workload(streams, first, depth) for depth in depths]
         return [
             Workload(streams, first, 0),
@@ -44,9 +44,9 @@ class ExaminationPlan:
             *fixed[:1],
             auto,
             *fixed[1:],
-            Workload(1, first, told),
+            Workload(1, first, reported),
             auto,
-            *(Workload(streams, temperature, told) for temperature in self.temperatures[1:]),
+            *(Workload(streams, temperature, reported) for temperature in self.temperatures[1:]),
         ]
 
 
@@ -72,7 +72,7 @@ def examine(maker: LoadMaker, plan: ExaminationPlan) -> Examination:
             f"{maker.facts.url}: no decode step was counted in {without.seconds:.1f} s without drafts: give longer "
             "--seconds, or fewer --streams"
         )
-    told = min(TOLD_DEPTH, plan.max_depth)
+    reported = min(REPORTED_DEPTH, plan.max_depth)
     return Examination(
         plain=found[Workload(streams, first, 0)],
         fixed=[
@@ -80,9 +80,9 @@ def examine(maker: LoadMaker, plan: ExaminationPlan) -> Examination:
             for workload, one in found.items()
             if workload.num_speculative_tokens and (workload.num_streams, workload.temperature) == (streams, first)
         ],
-        alone=found[Workload(1, first, told)],
+        alone=found[Workload(1, first, reported)],
         auto=found[Workload(streams, first, None)],
-        temperatures=[found[Workload(streams, temperature, told)] for temperature in plan.temperatures],
+        temperatures=[found[Workload(streams, temperature, reported)] for temperature in plan.temperatures],
         max_depth=plan.max_depth,
         threads=[
             WorkerThreads(worker.pool, worker.name, worker.machine.num_threads, len(worker.machine.cpus))

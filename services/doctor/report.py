@@ -10,7 +10,7 @@ from cluster.diagnosis.findings import GOOD_ACCEPTANCE, MAX_COST_RATIO, MIN_ACCE
 from cluster.diagnosis.measurements import Examination, Measured
 from cluster.diagnosis.speed import SpeedModel
 from cluster.diagnosis.waterfall import Waterfall
-from services.doctor.examine import TOLD_DEPTH
+from services.doctor.examine import REPORTED_DEPTH
 from services.running_cluster.workers import ClusterFacts, WorkerFacts
 from services.terminal import as_lines
 
@@ -72,8 +72,8 @@ class DoctorReport:
             f"({1e3 * speed.step_seconds(0):.2f}); it should be under {100 * MAX_COST_RATIO:.0f} %"
         )
         rows.append(
-            f"  {speed.acceptance(TOLD_DEPTH):.2f} of the draft tokens that are looked at are accepted; it should be "
-            f"over {MIN_ACCEPTANCE:g}, and {GOOD_ACCEPTANCE:g} is good; "
+            f"  {speed.acceptance(REPORTED_DEPTH):.2f} of the draft tokens that are looked at are accepted; it "
+            f"should be over {MIN_ACCEPTANCE:g}, and {GOOD_ACCEPTANCE:g} is good; "
             + ("drafts pay at no acceptance" if even is None else f"below {even:.2f} no k pays")
         )
         return rows

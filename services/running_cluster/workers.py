@@ -19,7 +19,6 @@ from services.running_cluster.pages import MetricsPage
 from services.terminal import as_line
 
 _SECONDS = 10.0
-_CHANNEL_OPTIONS = [("grpc.enable_http_proxy", 0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +142,7 @@ def _draft_addresses(targets: Sequence[WorkerFacts], access: PoolAccess) -> list
 
 
 def _describe_target(address: str, dialer: Dialer) -> WorkerFacts:
-    with dialer.blocking_channel(address, _CHANNEL_OPTIONS) as channel:
+    with dialer.blocking_channel(address) as channel:
         said, ahead = _timed(target_pb2_grpc.TargetStub(channel).Describe)  # type: ignore[arg-type]  # likewise
     return WorkerFacts(
         "target",
@@ -161,7 +160,7 @@ def _describe_target(address: str, dialer: Dialer) -> WorkerFacts:
 
 
 def _describe_draft(address: str, dialer: Dialer) -> WorkerFacts:
-    with dialer.blocking_channel(address, _CHANNEL_OPTIONS) as channel:
+    with dialer.blocking_channel(address) as channel:
         said, ahead = _timed(draft_pb2_grpc.DraftStub(channel).Describe)  # type: ignore[arg-type]  # made for async ones
     return WorkerFacts("draft", address, said.model, said.load, said.machine, said.wire_version, said.epoch, ahead)
 

@@ -26,7 +26,7 @@ _DRAIN_POLL_SECONDS = 0.05
 _MAX_ENDED_REPLIES = 1024  # unread replies of a stream to ended calls; further calls wait until they are read
 _MIN_WAITING_TOKENS = 256  # a sequence takes at most the memory of this many tokens in addition to its own
 
-_FINISH_REASONS = {
+_WIRE_FINISH_REASONS = {
     None: UNFINISHED,
     FinishReason.STOP: target_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: target_pb2.FINISH_REASON_LENGTH,
@@ -286,7 +286,7 @@ def _fields(request_id: str, request: target_pb2.GenerateRequest) -> dict[str, A
 def _to_reply(output: GenerationOutput) -> CallReply:
     reply = CallReply(
         list(output.token_ids),
-        _FINISH_REASONS[output.finish_reason],
+        _WIRE_FINISH_REASONS[output.finish_reason],
         logprobs=output.logprobs,
         prompt_logprobs=output.prompt_logprobs,
         num_cached_tokens=output.num_cached_tokens,

@@ -48,7 +48,7 @@ TRACED_KEY = "outrider_is_traced"  # key in `extra_args` of requests whose admis
 logger = logging.getLogger(__name__)
 
 _STATUS_SECONDS = 0.2
-_FINISH_REASONS = {
+_OF_VLLM = {
     VllmFinishReason.STOP: FinishReason.STOP,
     VllmFinishReason.LENGTH: FinishReason.LENGTH,
 }
@@ -134,7 +134,7 @@ class CoordinatedScheduler(PoolScheduler):
             of_client.outputs = [output for output in of_client.outputs if output.finish_reason is not None]
             for output in of_client.outputs:
                 output.new_logprobs = output.new_prompt_logprobs_tensors = None
-        return {client: told for client, told in outputs.items() if told.outputs or told.finished_requests}
+        return {client: own for client, own in outputs.items() if own.outputs or own.finished_requests}
 
     def drafts(self, request: Request, proposed: Sequence[int], most: int) -> Sequence[int]:
         constraint = self._constraint(request)
@@ -183,7 +183,7 @@ class CoordinatedScheduler(PoolScheduler):
                     GenerationOutput(
                         request_id,
                         list(committed.token_ids),
-                        None if committed.finish_reason is None else _FINISH_REASONS.get(committed.finish_reason),
+                        None if committed.finish_reason is None else _OF_VLLM.get(committed.finish_reason),
                         num_draft_tokens=len(committed.draft_token_ids),
                         num_accepted_tokens=committed.num_accepted,
                         error=None if constraint is None else constraint.error,

@@ -45,7 +45,8 @@ class PoolScheduler(RoundScheduler):
     def stepped(self, step: EngineStep) -> None:
         """Called after each step."""
         if step.rounds:
-            self.step_times[_kind(step)].add(step.seconds)
+            has_drafts = any(committed.draft_token_ids for committed in step.rounds)
+            self.step_times[StepTime.kind(has_prompt=step.has_prefill, has_drafts=has_drafts)].add(step.seconds)
 
     def readings(self) -> Iterator[Reading]:
         yield from super().readings()
@@ -54,9 +55,3 @@ class PoolScheduler(RoundScheduler):
         if isinstance(self.rounds, CoordinatedRounds):
             yield from self.rounds.readings()
             yield from self.links.pool.readings()
-
-
-def _kind(step: EngineStep) -> str:
-    if step.has_prefill:
-        return "prefill"
-    return "verify" if any(committed.draft_token_ids for committed in step.rounds) else "decode"

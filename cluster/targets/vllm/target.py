@@ -114,8 +114,8 @@ class VllmTarget(Target):
         self._loader: AdapterLoader | None = None
         if target.takes_adapters:
             self._adapters = Adapters(target, BaseModel.of(folder), LoraLimits.of(target))
-        self._telling = asyncio.Lock()
-        self._has_told = False
+        self._sending_vocabulary = asyncio.Lock()
+        self._has_sent_vocabulary = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-client", daemon=True)
         self._thread.start()
@@ -356,7 +356,7 @@ class VllmTarget(Target):
         """Runs the request to its end. Its tokens arrive over the channel; `_receive` publishes them."""
         try:
             if request.grammar is not None:
-                await self._tell_vocabulary(request.grammar.vocabulary)
+                await self._send_vocabulary(request.grammar.vocabulary)
             prompt: dict[str, Any] = {"prompt_token_ids": request.token_ids}
             if request.cache_salt:
                 prompt["cache_salt"] = request.cache_salt
@@ -379,14 +379,14 @@ class VllmTarget(Target):
         finally:
             self._running.pop(request.request_id, None)
 
-    async def _tell_vocabulary(self, written: str) -> None:
+    async def _send_vocabulary(self, written: str) -> None:
         """Sends the vocabulary to the processes that use grammars, before the first request with a grammar."""
-        async with self._telling:
-            if not self._has_told:
+        async with self._sending_vocabulary:
+            if not self._has_sent_vocabulary:
                 self._channel.send(VocabularyMessage(written))
                 if not self._on_v2:  # in the V1 runner the engine core makes the masks
                     await self._llm.collective_rpc("know_grammar_vocabulary", args=(written,))
-                self._has_told = True
+                self._has_sent_vocabulary = True
 
     def _fail(self, request: GenerationRequest, error: OutriderError) -> None:
         self._publish([GenerationOutput(request.request_id, (), None, 0, 0, error)])

@@ -17,13 +17,6 @@ from protos.speculation.v1 import draft_pb2_grpc, target_pb2_grpc, types_pb2
 from services.launch.foreground import get
 
 _SECONDS = 3.0
-_CHANNEL_OPTIONS = (
-    ("grpc.enable_http_proxy", 0),
-    # A loading program is polled continuously, and should be found soon after it listens.
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 500),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +50,7 @@ class WorkerProbe:
 
     def _dial(self) -> None:
         self._version = self._dialer.version
-        self._channel = self._dialer.blocking_channel(self._address, _CHANNEL_OPTIONS)
+        self._channel = self._dialer.blocking_channel(self._address)
         self._health = health_pb2_grpc.HealthStub(self._channel)
         stub: Any = draft_pb2_grpc.DraftStub if self._pool == "draft" else target_pb2_grpc.TargetStub  # for grpc.aio
         self._describe = stub(self._channel).Describe

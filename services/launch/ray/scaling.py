@@ -30,7 +30,7 @@ def scale(config: Config, pool: ScaledPool, num_replicas: int) -> int:
     dashboard. The application must have been deployed with `external_scaler_enabled`, as the launcher does.
     """
     wanted = replicas_within_bounds(config, pool, num_replicas)
-    ray.get(_told(config.ray.application, pool, wanted))
+    ray.get(_send_number(config.ray.application, pool, wanted))
     return wanted
 
 
@@ -85,8 +85,8 @@ class Autoscaler:
     async def _carry_out(self, decision: Decision, scaler: Scaler, config: Config) -> None:
         further = config.num_further_drafts if decision.pool == "draft" else 0
         try:
-            told = _told(self._application, decision.pool, decision.settled - further)
-            await asyncio.wait_for(told, _CALL_SECONDS)
+            answer = _send_number(self._application, decision.pool, decision.settled - further)
+            await asyncio.wait_for(answer, _CALL_SECONDS)
             scaler.asked(decision.pool, decision.settled)
             problem = None
         except (TimeoutError, ray.exceptions.RayError, ValueError) as error:
@@ -103,7 +103,7 @@ def sentence(decision: Decision) -> str:
     return f"scaling: {decision.pool} {decision.current}, {change}: {decision.reason}"
 
 
-def _told(application: str, pool: ScaledPool, num_replicas: int) -> Any:
+def _send_number(application: str, pool: ScaledPool, num_replicas: int) -> Any:
     """Sends the number to Serve's controller. Returns the answer to wait for."""
     controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
     deployment = DeploymentID(name=pool, app_name=application)

@@ -8,20 +8,14 @@ from collections.abc import AsyncGenerator, Sequence
 
 from cluster.errors import UnavailableError
 from cluster.logprobs import TokenLogprobs
-from protos.speculation.v1 import target_pb2
 from services.router.api.observer import ChoiceObserver
 from services.router.output.piece import Piece, Prompt
 from services.router.output.writer import ChoiceWriter
+from services.router.targets.call_span import FINISH_REASONS
 from services.router.targets.choice_request import ChoiceRequest
 from services.router.targets.failover import run_anywhere
 from services.router.targets.prompt_budget import StartWindow
 from services.router.targets.replicas import ReplicaPool
-
-_FINISH_REASONS = {
-    target_pb2.FINISH_REASON_UNSPECIFIED: None,
-    target_pb2.FINISH_REASON_STOP: "stop",
-    target_pb2.FINISH_REASON_LENGTH: "length",
-}
 
 
 async def generate(
@@ -42,7 +36,7 @@ async def generate(
     with observer:
         async with window.place(request.num_tokens) as place, contextlib.aclosing(running) as replies:
             async for reply in replies:
-                if reply.finish_reason not in _FINISH_REASONS:
+                if reply.finish_reason not in FINISH_REASONS:
                     raise UnavailableError("the target worker ended the answer for an unknown reason")
                 if reply.prompt_logprobs is not None:
                     prompt_logprobs.extend(reply.prompt_logprobs)
@@ -50,7 +44,7 @@ async def generate(
                         continue
                 observer.received(reply)
                 is_first = bool(reply.token_ids) and not writer.num_tokens
-                finish_reason = _FINISH_REASONS[reply.finish_reason]
+                finish_reason = FINISH_REASONS[reply.finish_reason]
                 piece = writer.write(reply.token_ids, finish_reason, reply.logprobs, reply.rounds)
                 if writer.echo:
                     piece.text, writer.echo = writer.echo + piece.text, ""

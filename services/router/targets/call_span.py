@@ -11,7 +11,11 @@ from cluster.wire.replies import CallReply
 from protos.speculation.v1 import target_pb2
 from services.router.targets.replica import Replica, ReplicaLostError
 
-_FINISH_REASONS = {target_pb2.FINISH_REASON_STOP: "stop", target_pb2.FINISH_REASON_LENGTH: "length"}
+FINISH_REASONS = {
+    target_pb2.FINISH_REASON_UNSPECIFIED: None,
+    target_pb2.FINISH_REASON_STOP: "stop",
+    target_pb2.FINISH_REASON_LENGTH: "length",
+}
 
 
 class CallSpan:
@@ -29,7 +33,7 @@ class CallSpan:
 
     def note(self, last: CallReply) -> None:
         """Records `last`, the last reply of a completed call. A call that is left without one was cancelled."""
-        self._finish_reason = _FINISH_REASONS.get(last.finish_reason, "unknown")
+        self._finish_reason = FINISH_REASONS.get(last.finish_reason) or "unknown"
 
     def __enter__(self) -> CallSpan:
         return self

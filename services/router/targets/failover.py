@@ -24,7 +24,7 @@ from services.router.targets.replicas import AdapterRef, Replica, ReplicaLostErr
 
 logger = logging.getLogger(__name__)
 
-_MAX_DEATHS = 2  # workers that a request may lose in a row without a new token: it may be the cause
+_MAX_LOST_TARGETS = 2  # workers that a request may lose in a row without a new token: it may be the cause
 _MAX_MOVES = 32
 _FULL_PAUSE_S = 0.5
 
@@ -59,13 +59,13 @@ async def run_anywhere(
     or `is_patient` returns True. Closing the generator frees the sequence.
 
     Raises UnavailableError if no worker can continue in that time, or after _MAX_MOVES moves. Raises OverloadedError
-    if all queues are full, and InternalError if _MAX_DEATHS workers in a row were lost without a new token. Raises
+    if all queues are full, and InternalError if _MAX_LOST_TARGETS in a row were lost without a new token. Raises
     ModelNotFoundError if the adapter has been unloaded. Errors that a target reports for the request are raised, too.
     """
     await pool.wait_out_change()
     request_id, adapter = request.template.request_id, AdapterRef.of(request.template)
     replica = pool.choose(None, adapter, request.routing_key)
-    traits, token_ids, num_deaths, num_scored = replica.traits, list[int](), 0, 0
+    traits, token_ids, num_lost_targets, num_scored = replica.traits, list[int](), 0, 0
     full, num_moves, last_answer_at = set[Replica](), 0, time.monotonic()
     while num_moves < _MAX_MOVES:
         num_tokens_before, num_rescored = len(token_ids), 0
@@ -84,7 +84,7 @@ async def run_anywhere(
                             num_scored = max(num_scored, num_rescored)
                         if reply.token_ids:
                             token_ids += reply.token_ids
-                            num_deaths, last_answer_at = 0, time.monotonic()
+                            num_lost_targets, last_answer_at = 0, time.monotonic()
                             full.clear()
                         if reply.finish_reason != UNFINISHED:
                             call.note(reply)
@@ -106,12 +106,12 @@ async def run_anywhere(
         except ReplicaLostError as error:
             num_moves += 1
             if len(token_ids) == num_tokens_before:
-                num_deaths += error.reason in ("lost", "stuck") and error.was_reached
-            if num_deaths == _MAX_DEATHS:
-                logger.error("request %s: %d workers in a row were lost with it", request_id, num_deaths)
+                num_lost_targets += error.reason in ("lost", "stuck") and error.was_reached
+            if num_lost_targets == _MAX_LOST_TARGETS:
+                logger.error("request %s: %d workers in a row were lost with it", request_id, num_lost_targets)
                 raise InternalError(
-                    f"{num_deaths} workers in a row were lost with this request before they yielded a token of it; "
-                    "it is not retried"
+                    f"{num_lost_targets} workers in a row were lost with this request before they yielded a token of "
+                    "it; it is not retried"
                 ) from error
             logger.warning("request %s moves to another target: its own is %s", request_id, error.reason)
             observer.moved(error.reason)

@@ -19,7 +19,7 @@ from cluster.errors import (
     UnavailableError,
     from_status,
 )
-from cluster.transport.dialing import PLAIN, Dialer
+from cluster.transport.dialing import KEEPALIVE, PLAIN, Dialer
 from cluster.wire.replies import CallReply
 from protos.speculation.v1 import target_pb2, target_pb2_grpc, types_pb2
 from services.router.targets.affinity import RoutingKey
@@ -35,29 +35,19 @@ _SILENT_POLLS = 2
 _ADAPTER_TIMEOUT_S = 300.0
 _MAX_MESSAGE_BYTES = 16 * 2**20
 
-_CHANNEL_OPTIONS = [
-    # Descriptions arrive every half second, so a ping is sent only when the other side has gone silent. The last of
-    # these options limits the wait for its answer, which is a minute by default.
-    ("grpc.keepalive_time_ms", 2000),
-    ("grpc.keepalive_timeout_ms", 2000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.ping_timeout_ms", 2000),
-    # By default gRPC may take minutes to reconnect to a worker that was away for minutes.
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1000),
+_CALL_OPTIONS = (
+    *KEEPALIVE,  # descriptions arrive every half second, so a ping is sent only when the other side has gone silent
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
     # A message has the tokens of all sequences since the last one: its size is not limited.
     ("grpc.max_receive_message_length", -1),
     ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.enable_http_proxy", 0),
-]
+)
 
 ReplicaStatus = Literal["up", "down", "draining", "stuck", "refused"]
 "refused: it answers, but does not match the pool or the router."
 
 LossReason = Literal["lost", "draining", "stuck", "unloaded"]
-_TOLD_OF_LOSS: dict[LossReason, str] = {
+_LOSS_MESSAGES: dict[LossReason, str] = {
     "lost": "the target worker was lost; retry",
     "draining": "the target worker is shutting down; retry",
     "stuck": "the target worker's engine makes no progress; retry",
@@ -89,7 +79,7 @@ class ReplicaLostError(UnavailableError):
 
     def __init__(self, reason: LossReason, *, was_reached: bool = True) -> None:
         """`was_reached`: whether the call may have arrived at the replica."""
-        super().__init__(_TOLD_OF_LOSS[reason])
+        super().__init__(_LOSS_MESSAGES[reason])
         self.reason = reason
         self.was_reached = was_reached
 
@@ -127,7 +117,7 @@ class Replica:
         self._notify = notify
         self._dialer = dialer
         self._dialer_version = dialer.version
-        self._channel = dialer.channel(address, _CHANNEL_OPTIONS)
+        self._channel = dialer.channel(address, _CALL_OPTIONS)
         self._stub = target_pb2_grpc.TargetStub(self._channel)
         self._calls: CallStream | None = None
         self._calls_epoch: int | None = None  # epoch of the worker that the stream was opened to; None: not known yet
@@ -237,7 +227,7 @@ class Replica:
         version = self._dialer.version
         if version == self._dialer_version or self.status != "down" or self.num_in_flight:
             return
-        old, self._channel = self._channel, self._dialer.channel(self.address, _CHANNEL_OPTIONS)
+        old, self._channel = self._channel, self._dialer.channel(self.address, _CALL_OPTIONS)
         self._stub = target_pb2_grpc.TargetStub(self._channel)
         self._dialer_version = version
         await old.close()

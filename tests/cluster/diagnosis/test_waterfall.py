@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.diagnosis.waterfall import Waterfall, thought_of, waterfall
+from cluster.diagnosis.waterfall import Waterfall, predicted_draft, waterfall
 from cluster.speculation.speed import RoundCosts, speedup
 from tests.cluster.diagnosis.clusters import FormulaCluster
 
@@ -14,7 +14,7 @@ CLUSTER = FormulaCluster(row_seconds=0.0004)
 def fall(cluster: FormulaCluster, *, equal: float | None = None, earlier: float | None = None) -> Waterfall:
     plain, drafted = cluster.measured(0), cluster.measured(5)
     return waterfall(
-        plain, drafted, thought_of(cluster.measured(5, streams=1), drafted, equal=equal, earlier=earlier), 0.0005
+        plain, drafted, predicted_draft(cluster.measured(5, streams=1), drafted, equal=equal, earlier=earlier), 0.0005
     )
 
 
@@ -40,8 +40,8 @@ def test_what_the_loop_does_between_short_steps_is_bookkeeping_that_drafts_spare
 
 def test_time_without_work_is_not_explained() -> None:
     plain, drafted = CLUSTER.measured(0), replace(CLUSTER, idle_share=0.2).measured(5)
-    thought = thought_of(CLUSTER.measured(5, streams=1), drafted, equal=None, earlier=None)
-    assert waterfall(plain, drafted, thought, 0.0005).unexplained == pytest.approx(0.25)
+    predicted = predicted_draft(CLUSTER.measured(5, streams=1), drafted, equal=None, earlier=None)
+    assert waterfall(plain, drafted, predicted, 0.0005).unexplained == pytest.approx(0.25)
 
 
 def test_each_cause_takes_what_it_costs() -> None:
@@ -55,9 +55,9 @@ def test_each_cause_takes_what_it_costs() -> None:
 def test_a_draft_that_is_slower_beside_others_is_told_apart() -> None:
     plain, drafted = CLUSTER.measured(0), replace(CLUSTER, draft_seconds=0.002).measured(5)
     found = waterfall(
-        plain, drafted, thought_of(CLUSTER.measured(5, streams=1), drafted, equal=None, earlier=None), 0.0005
+        plain, drafted, predicted_draft(CLUSTER.measured(5, streams=1), drafted, equal=None, earlier=None), 0.0005
     )
     losses = {stage.cause: stage.loss for stage in found.stages}
     costs = [RoundCosts(seconds, 0.020, 0.0005) for seconds in (0.0005, 0.002)]
-    assert losses["draft slower than thought"] == pytest.approx(speedup(0.8, 5, costs[0]) - speedup(0.8, 5, costs[1]))
+    assert losses["draft slower than predicted"] == pytest.approx(speedup(0.8, 5, costs[0]) - speedup(0.8, 5, costs[1]))
     assert found.unexplained == pytest.approx(0.0, abs=1e-6)

@@ -79,8 +79,8 @@ class Pair:
         self.drafter.rewind(sequence, kept)
 
     def draft(self, *sequences: DraftSequence) -> list[list[int]]:
-        while any(sequence.num_drafted < sequence.num_speculative_tokens for sequence in sequences):
-            owed = [sequence for sequence in sequences if sequence.num_drafted < sequence.num_speculative_tokens]
+        while any(sequence.num_drafted < sequence.num_owed for sequence in sequences):
+            owed = [sequence for sequence in sequences if sequence.num_drafted < sequence.num_owed]
             assert not self.drafter.draft(owed)
             assert not any(sequence.is_exhausted for sequence in owed)
         return [sequence.draft_token_ids for sequence in sequences]

@@ -12,7 +12,7 @@ from cluster.speculation.params import SamplingParams
 
 def new_sequence(committed: list[int], drafts: list[int]) -> DraftSequence:
     """A sequence that has drafted `drafts` past `committed`."""
-    sequence = DraftSequence(list(committed), 1, SamplingParams(), NoiseKey(0, 0), num_speculative_tokens=4, window=10)
+    sequence = DraftSequence(list(committed), 1, SamplingParams(), NoiseKey(0, 0), num_owed=4, window=10)
     for token in drafts:
         sequence.append(token)
     return sequence

@@ -52,7 +52,7 @@ def test_drafts_are_those_of_the_heads_written_out(
 
     def expected(sequence: DraftSequence) -> list[int]:
         token_ids = sequence.token_ids[: sequence.num_committed]
-        return [int(row.argmax()) for row in logits(token_ids)[: sequence.num_speculative_tokens]]
+        return [int(row.argmax()) for row in logits(token_ids)[: sequence.num_owed]]
 
     for accepted in (2, 0, 1):
         assert pair.draft(*sequences) == [expected(sequence) for sequence in sequences]

@@ -53,7 +53,7 @@ def new_sequence(
     tokens: list[int] = PROMPT, *, params: SamplingParams = GREEDY, seed: int = 0, window: int = 10
 ) -> DraftSequence:
     key = NoiseKey.derive(seed, 0)
-    return DraftSequence(list(tokens), len(tokens), params, key, num_speculative_tokens=4, window=window)
+    return DraftSequence(list(tokens), len(tokens), params, key, num_owed=4, window=window)
 
 
 def draft_until(drafter: ModelDrafter, num_drafts: int, *sequences: DraftSequence) -> None:

@@ -21,7 +21,7 @@ def admitted(drafter: NgramDrafter, token_ids: list[int], window: int = 4) -> Dr
         num_prompt_tokens=len(token_ids),
         params=SamplingParams(),
         noise_key=NoiseKey(1, 2),
-        num_speculative_tokens=window,
+        num_owed=window,
         window=window,
     )
     assert drafter.admit(sequence)

@@ -120,7 +120,7 @@ def test_no_draft_is_beyond_the_longest_sequence(new_drafter: NewDrafter) -> Non
 def test_where_blocks_are_short_it_drafts_what_it_has_room_for(new_drafter: NewDrafter) -> None:
     drafter, sequence = new_drafter(num_blocks=3), new_sequence(k=1, window=1)  # room for 12 tokens; the prompt has 11
     assert drafter.admit(sequence)
-    sequence.num_speculative_tokens, sequence.window = 6, 14
+    sequence.num_owed, sequence.window = 6, 14
     draft(drafter, sequence)
     assert sequence.num_drafted == 1
 
@@ -155,8 +155,8 @@ def test_whatever_is_extended_and_committed_drafts_are_those_of_the_whole_text(
             if not news or rng.random() < 0.4:
                 news.append(rng.randrange(500))
             advance(drafter, sequence, news)
-            sequence.num_speculative_tokens = rng.randint(1, 6)
-            sequence.window = 2 * sequence.num_speculative_tokens + 2
+            sequence.num_owed = rng.randint(1, 6)
+            sequence.window = 2 * sequence.num_owed + 2
             if sequence.num_committed > 200:
                 break
         drafter.release(sequence)

@@ -85,7 +85,7 @@ def test_there_is_room_for_so_many_sequences():
 def test_in_one_pass_a_step_makes_the_proposal_and_a_guess_of_the_bonus_token():
     drafter, sequence = new_drafter(is_one_pass=True, acceptance=(1.0, 0.0)), new_sequence()
     drafter.admit(sequence)
-    sequence.num_speculative_tokens, sequence.window = 4, 10
+    sequence.num_owed, sequence.window = 4, 10
     drafter.draft([sequence])
     assert sequence.num_drafted == 5
     right = [token_at(sequence.noise_key, sequence.num_committed + place, drafter.vocab_size) for place in range(5)]

@@ -15,7 +15,7 @@ K, WINDOW = 3, 8
 
 def new_sequence(num_extended: int = K, gaps: tuple[float, ...] = (1.0,) * 20) -> DraftSequence:
     """Its main path was extended so often; `gaps` of the second best along it."""
-    sequence = DraftSequence([1], 1, SamplingParams(), NoiseKey(0, 0), num_speculative_tokens=K, window=WINDOW, width=2)
+    sequence = DraftSequence([1], 1, SamplingParams(), NoiseKey(0, 0), num_owed=K, window=WINDOW, width=2)
     for position in range(num_extended):
         sequence.extend(sequence.tip, [position, 100 + position], [0.0, gaps[position]])
     return sequence
@@ -110,7 +110,7 @@ def test_nodes_are_followed_after_a_round_has_kept_some() -> None:
 def test_of_trees_those_after_the_likely_outcomes_are_completed() -> None:
     sequence = new_sequence(1)
     sequence.shape = (-1, 0, -1)
-    sequence.num_speculative_tokens = 3
+    sequence.num_owed = 3
     assert tree_nodes(sequence, RunAhead(1)).keys() == {sequence.tip, runner_up(sequence, 0)}
 
 

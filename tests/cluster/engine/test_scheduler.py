@@ -37,7 +37,7 @@ def run(scheduler: Scheduler, step: list[ScheduledSequence], num_accepted: int =
 
 def num_useful_drafts(sequence: Sequence) -> int:
     """Returns `max_useful_drafts` as it was before the step was scheduled."""
-    return max(0, min(sequence.num_speculative_tokens, sequence.max_len - len(sequence.token_ids) - 1))
+    return max(0, min(sequence.max_drafts, sequence.max_len - len(sequence.token_ids) - 1))
 
 
 def assert_sound(scheduler: Scheduler, step: list[ScheduledSequence]) -> None:

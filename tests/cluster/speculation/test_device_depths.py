@@ -18,7 +18,7 @@ def seconds(num_rows: int, depth: int, level: float = 0.2e-3) -> float:
 
 
 def tried(level: float = 0.2e-3) -> DeviceDepths:
-    depths = DeviceDepths(MAX_DEPTH, opening_depth=3)
+    depths = DeviceDepths(MAX_DEPTH, initial_depth=3)
     for number, depth in itertools.product((1, 4, 16), (0, 1, 2, 4, 7)):
         depths.observe(number * (1 + depth), depth, seconds(number * (1 + depth), depth, level))
     depths.tried()
@@ -78,5 +78,5 @@ def test_a_step_that_was_disturbed_changes_little() -> None:
 
 
 def test_before_steps_were_tried_the_depth_stays_as_configured() -> None:
-    depths = DeviceDepths(MAX_DEPTH, opening_depth=3)
+    depths = DeviceDepths(MAX_DEPTH, initial_depth=3)
     assert depths.next_depth([depths.acceptance(0.0)]) == 3

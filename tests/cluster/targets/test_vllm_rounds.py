@@ -112,7 +112,7 @@ def test_a_round(rounds: CoordinatedRounds, links: ScriptedLinks, link: Scripted
     rounds.scheduled([asked])
     (message,) = link.take_sent()
     (opening,) = message.opens.values()
-    assert (opening.token_ids, opening.params.temperature, opening.num_speculative_tokens) == (PROMPT, 0.7, K)
+    assert (opening.token_ids, opening.params.temperature, opening.num_owed) == (PROMPT, 0.7, K)
     reply = SpeculateReply(proposals={opening.wire_id: Proposal(opening.wire_id, 3, (4, 5, 6, 7))})
     links.pool.happens(link, reply)
     assert begin(rounds, [asked], []) == {"a": (4, 5, 6, 7)}
@@ -120,7 +120,7 @@ def test_a_round(rounds: CoordinatedRounds, links: ScriptedLinks, link: Scripted
     rounds.end(step(Committed(asked, [4, 5, 6, 7], [4, 5, 9])))
     (message,) = link.take_sent()
     (advance,) = message.advances.values()
-    assert (advance.base, list(advance.token_ids), advance.num_speculative_tokens) == (3, [4, 5, 9], K)
+    assert (advance.base, list(advance.token_ids), advance.num_owed) == (3, [4, 5, 9], K)
     rounds.close(asked)
     rounds.end(step())
     (message,) = link.take_sent()

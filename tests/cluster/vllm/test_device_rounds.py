@@ -20,7 +20,7 @@ def request(name: str, asked: int | None = None) -> Any:
 
 
 def tried() -> DeviceRounds:
-    rounds = DeviceRounds(MAX_DEPTH, opening_depth=3, is_fixed=True)
+    rounds = DeviceRounds(MAX_DEPTH, initial_depth=3, is_fixed=True)
     rounds.tried()
     return rounds
 

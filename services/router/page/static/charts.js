@@ -16,9 +16,9 @@ export function drawBars(figure, bars, empty) {
   const step = Math.min(MAX_BAR, width / bars.length);
   const highest = Math.max(...bars.map((bar) => bar.value), 1e-9);
   const scale = (HEIGHT - 40) / highest;
-  const told = bars.filter((bar) => bar.text).map((bar) => `${bar.label}: ${bar.text}`);
+  const texts = bars.filter((bar) => bar.text).map((bar) => `${bar.label}: ${bar.text}`);
   const chart = svg("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, width, height: HEIGHT, role: "img" });
-  chart.setAttribute("aria-label", told.join(", "));
+  chart.setAttribute("aria-label", texts.join(", "));
   bars.forEach((bar, index) => {
     const x = index * step;
     const height = Math.max(1, bar.value * scale);

@@ -20,8 +20,8 @@ export async function call(path, body = undefined, signal = undefined) {
   const method = body === undefined ? "GET" : "POST";
   const response = await fetch(path, { method, headers, body: body && JSON.stringify(body), signal, cache: "no-store" });
   if (!response.ok) {
-    const told = await response.json().catch(() => null);
-    throw new Refused(response.status, told?.error?.message ?? `the router answers ${response.status}`);
+    const answer = await response.json().catch(() => null);
+    throw new Refused(response.status, answer?.error?.message ?? `the router answers ${response.status}`);
   }
   return response;
 }

@@ -44,15 +44,15 @@ export class Lanes {
     }
     lane.marks.scrollLeft = lane.marks.scrollWidth;
     lane.node.classList.toggle("has-ended", lane.hasEnded);
-    lane.told.textContent = lane.drafted ? formatShare(lane.accepted / lane.drafted) : "plain";
+    lane.share.textContent = lane.drafted ? formatShare(lane.accepted / lane.drafted) : "plain";
   }
 
   begin(choice) {
     const marks = element("div", { class: "marks", "aria-hidden": "true" });
-    const told = element("span", { class: "told" });
-    const node = element("li", {}, marks, told);
+    const share = element("span", { class: "share" });
+    const node = element("li", {}, marks, share);
     this.list.append(node);
-    const lane = { node, marks, told, numMarks: 0, drafted: 0, accepted: 0, hasEnded: false, heardAt: 0 };
+    const lane = { node, marks, share, numMarks: 0, drafted: 0, accepted: 0, hasEnded: false, heardAt: 0 };
     this.lanes.set(choice, lane);
     this.unseen.delete(choice);
     return lane;

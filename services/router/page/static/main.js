@@ -16,7 +16,7 @@ const LEAST_SHARE = 0.01; // minimum share of the steps for a bar
 
 const recent = new Recent();
 const lanes = new Lanes(byId("lanes"), byId("lanes-more"));
-const timeline = new Timeline(byId("timeline"), byId("timeline-told"), byId("timeline-target"), byId("timeline-hold"));
+const timeline = new Timeline(byId("timeline"), byId("timeline-summary"), byId("timeline-target"), byId("timeline-hold"));
 const whatIf = new WhatIf();
 const costs = new Costs();
 const prompt = new Prompt(showError);

@@ -10,7 +10,7 @@ export class Prompt {
     this.failed = failed;
     this.form = byId("prompt-form");
     this.output = byId("answer");
-    this.told = byId("answer-told");
+    this.summary = byId("answer-summary");
     this.stop = byId("prompt-stop");
     this.form.addEventListener("submit", (event) => {
       event.preventDefault();
@@ -59,8 +59,8 @@ export class Prompt {
     const counts = { tokens: 0, drafted: 0, accepted: 0, rounds: 0, steps: 0, seed: null, reason: "" };
     this.output.replaceChildren();
     this.output.setAttribute("aria-busy", "true");
-    this.told.textContent = "";
-    this.told.setAttribute("aria-live", "off"); // read out once, at the end
+    this.summary.textContent = "";
+    this.summary.setAttribute("aria-live", "off"); // read out once, at the end
     this.stop.disabled = false;
     this.failed("");
     let [firstAt, numFirst] = [null, 0];
@@ -81,8 +81,8 @@ export class Prompt {
     } finally {
       if (this.asking === asking) {
         this.stop.disabled = true;
-        this.told.setAttribute("aria-live", "polite");
-        this.told.textContent = String(this.told.textContent); // a change, so that screen readers read it
+        this.summary.setAttribute("aria-live", "polite");
+        this.summary.textContent = String(this.summary.textContent); // a change, so that screen readers read it
         this.output.setAttribute("aria-busy", "false");
       }
     }
@@ -117,6 +117,6 @@ export class Prompt {
     if (rounds) parts.push(`${formatNumber(1 + accepted / rounds)} tokens per round`);
     parts.push(`seed ${seed}`);
     if (reason) parts.push(`ended: ${reason}`);
-    this.told.textContent = parts.join(" · ");
+    this.summary.textContent = parts.join(" · ");
   }
 }

@@ -56,7 +56,7 @@ export class WhatIf {
     const perRound = expectedTokens(acceptance, k);
     const gain = k === 0 ? 1 : speedup(acceptance, k, costs, time);
     byId("whatif-gain").textContent = `${formatNumber(gain)}×`;
-    byId("whatif-told").textContent =
+    byId("whatif-summary").textContent =
       `${formatNumber(perRound)} tokens every ${formatMs(k === 0 ? costs.decode : time(k, costs))}, ` +
       `${formatNumber(gain)} times plain decoding. The best k here is ${bestK(acceptance, costs, 16, time)}.`;
     this.drawRounds(k, perRound, costs, time, isOverlapped);
@@ -64,7 +64,7 @@ export class WhatIf {
 
   tell(name, text) {
     this.inputs[name].setAttribute("aria-valuetext", text);
-    byId(`whatif-${name}-told`).textContent = text;
+    byId(`whatif-${name}-value`).textContent = text;
   }
 
   drawRounds(k, perRound, costs, time, isOverlapped) {
@@ -75,7 +75,7 @@ export class WhatIf {
     const x = (at) => LEFT + (at / span) * (width - LEFT - 8);
     const height = 3 * LANE + 34;
     const chart = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img" });
-    chart.setAttribute("aria-label", byId("whatif-told").textContent);
+    chart.setAttribute("aria-label", byId("whatif-summary").textContent);
     ["draft", "target", "plain"].forEach((name, lane) => {
       chart.append(svg("text", { x: 0, y: 6 + lane * LANE + 13, class: "label" }, name));
     });
@@ -97,10 +97,10 @@ export class WhatIf {
     }
     const numPlain = Math.min(Math.ceil(span / costs.decode), 400);
     for (let step = 0; step < numPlain; step += 1) bar(2, step * costs.decode, (step + 1) * costs.decode, "decode");
-    const told =
+    const caption =
       `${formatMs(span)}: ${formatNumber(NUM_ROUNDS * perRound, 1)} tokens in ${NUM_ROUNDS} rounds, ` +
       `${formatNumber(span / costs.decode, 1)} without drafts`;
-    chart.append(svg("text", { x: LEFT, y: height - 8, class: "label" }, told));
+    chart.append(svg("text", { x: LEFT, y: height - 8, class: "label" }, caption));
     this.figure.replaceChildren(chart);
   }
 }

@@ -88,11 +88,11 @@ export function drawWorkers(body, targets, numTargets) {
   body.replaceChildren(...rows);
 }
 
-const row = (name, state, told) =>
+const row = (name, state, details) =>
   element(
     "tr",
     {},
     element("th", { scope: "row" }, name),
     element("td", {}, state),
-    element("td", {}, told),
+    element("td", {}, details),
   );

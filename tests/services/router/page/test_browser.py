@@ -116,7 +116,7 @@ class Visit:
         for field, name in names.items():
             self.page.fill(f"#prompt-{name}", str(fields.get(field, "")))
         self.page.click("text=Send")
-        expect(self.page.locator("#answer-told")).to_contain_text("ended:")
+        expect(self.page.locator("#answer-summary")).to_contain_text("ended:")
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -157,7 +157,7 @@ def test_a_question_of_the_configuration_is_put_to_a_model_that_converses(browse
             expect(visit.page.locator("#prompt-text")).to_have_value(question)
             expect(visit.page.locator("#prompt-kind")).to_have_value("chat")
             visit.page.click("text=Send")
-            expect(visit.page.locator("#answer-told")).to_contain_text("ended:")
+            expect(visit.page.locator("#answer-summary")).to_contain_text("ended:")
             assert visit.complaints == []
 
 
@@ -174,7 +174,7 @@ def test_an_answer_is_what_the_api_gives(browser: Browser, cluster: LocalCluster
         assert visit.page.locator("#answer").text_content() == choice.get(
             "text", choice.get("message", {}).get("content")
         )
-        told = visit.page.locator("#answer-told").text_content() or ""
+        told = visit.page.locator("#answer-summary").text_content() or ""
         assert "60 tokens in" in told
         assert "seed 11" in told
         assert visit.complaints == []
@@ -189,7 +189,7 @@ def test_it_can_be_used_by_keyboard_alone(browser: Browser, cluster: LocalCluste
             reached.append(focused)
             if focused == "Send":
                 page.keyboard.press("Enter")
-                expect(page.locator("#answer-told")).to_contain_text("ended:")
+                expect(page.locator("#answer-summary")).to_contain_text("ended:")
             if focused == "whatif-k":
                 page.keyboard.press("ArrowRight")
         assert reached[0] == "Skip to the prompt"
