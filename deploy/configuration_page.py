@@ -20,40 +20,37 @@ _INTRODUCTION = """\
 
 `make docs` writes this page from the declarations in `cluster/config/` and `services/cli.py`.
 
-All programs read the same tree of settings, each in a section. A setting is given in one of these ways; the later in
-this list wins:
+All programs read the same tree of settings. A setting is given in one of these ways; the later in this list wins:
 
 1. in a YAML file, with `--config FILE`:
 
    ```yaml
    target:
-     model: meta-llama/Llama-2-13b-hf
+     model: Qwen/Qwen3-8B
      dtype: bfloat16
    speculation:
      controller: fixed
    ```
 
-2. in the environment, as `OUTRIDER_SECTION__KEY=VALUE`, in capitals and with two underscores for every dot of the
-   setting's name. The value is read as YAML: `OUTRIDER_ROUTER__PORT=8001`, `OUTRIDER_TARGET__CPUS=[0,1]`,
+2. in the environment, as `OUTRIDER_SECTION__KEY=VALUE`, with two underscores for every dot of the setting's name. The
+   value is read as YAML: `OUTRIDER_ROUTER__PORT=8001`, `OUTRIDER_TARGET__CPUS=[0,1]`,
    `OUTRIDER_RAY__DRAFT__MAX_REPLICAS=8`;
 
-3. by an option, the last one on the command line: `--SECTION.KEY VALUE`, which is the same as
-   `--set SECTION.KEY=VALUE`, the value read as YAML (`--target.cpus [0,1] --set speculation.controller=fixed`);
-   `--log-level LEVEL` and `--log-format FORMAT`, which are `logging.level` and `logging.format`; and those of
-   `outrider serve`, which stand for one or two settings:
+3. by an option, the last one on the command line: `--SECTION.KEY VALUE` or `--set SECTION.KEY=VALUE`, the value read as
+   YAML; `--log-level LEVEL` and `--log-format FORMAT`; and those of `outrider serve`, which stand for one or two
+   settings:
 
 {options}
 
-`outrider serve`, the launcher (`--launcher local`, or [`ray`](RAY.md); `--open` shows the page in a browser),
-`outrider router`, `outrider target` and `outrider draft` all take them, and list them with `--help`. `outrider
-check-config` takes them too, prints the configuration that comes of them, and says, with the exit code 2, what is
-wrong with it, and which files and hosts it names that cannot be found. An unknown key and a value of another type are
-errors, in one line that names the key, or the variable; for an unknown key it offers the nearest known one. Variables
-with one underscore between words are no settings. There are some that say where a program is (`OUTRIDER_HOST`,
-`OUTRIDER_ZONE`, `OUTRIDER_REGION`; see `placement`), one that says which instructions a CPU's kernels use
-([`OUTRIDER_CPU_ISA`](MODELS.md#kernels-for-cpus)), and keys that have no place in a file: `OUTRIDER_API_KEY`,
-which commands send, and `OUTRIDER_LAUNCHER_KEY_SHA256`, which a launcher sets ([keys](OPERATING.md#keys)). Example
-files are in [`configs/`](../configs).
+`outrider serve` (`--launcher local`, or [`ray`](RAY.md); `--open` shows the page in a browser), `outrider router`,
+`outrider target` and `outrider draft` take all of them, and list them with `--help`. `outrider check-config` prints the
+resulting configuration. Its exit code is 2 if a setting is wrong, or names a file or host that cannot be found. An
+unknown key and a value of another type are errors.
+
+Variables with one underscore between words are not settings: `OUTRIDER_HOST`, `OUTRIDER_ZONE` and `OUTRIDER_REGION`
+(see `placement`), [`OUTRIDER_CPU_ISA`](MODELS.md#kernels-for-cpus), and the [keys](OPERATING.md#keys)
+`OUTRIDER_API_KEY`, which commands send, and `OUTRIDER_LAUNCHER_KEY_SHA256`, which a launcher sets. Example files are in
+[`configs/`](../configs).
 """
 
 

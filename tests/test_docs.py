@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from cluster.vllm.compatibility import TESTED
 from cluster.wire.version import WIRE_VERSION
 from services.router.api.completions import CompletionRequest
 from services.router.api.request import IGNORED_FIELDS
@@ -67,11 +68,12 @@ def test_the_compatibility_table_has_this_version_first() -> None:
     extras = project["optional-dependencies"]
     required = [Requirement(text) for text in (*project["dependencies"], *extras["vllm"], *extras["ray"])]
     pinned = {requirement.name: str(requirement.specifier).removeprefix("==") for requirement in required}
+    assert pinned["vllm"] == TESTED[0]
     assert row == {
         "Outrider": project["version"],
         "wire": str(WIRE_VERSION),
         "Python": f"{project['requires-python'].removeprefix('>=')} or later",
         "PyTorch": pinned["torch"],
-        "vLLM": pinned["vllm"],
+        "vLLM": ", ".join(TESTED),
         "Ray": pinned["ray"],
     }

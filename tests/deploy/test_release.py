@@ -47,5 +47,6 @@ def test_chart_images_and_changelog_have_the_version_of_the_project() -> None:
     assert (chart["version"], chart["appVersion"]) == (version, version)
     for file in (ROOT / "Makefile", *(ROOT / "deploy" / "docker").glob("*Dockerfile")):
         assert set(re.findall(r"-t outrider:(\d+\.\d+\.\d+)", file.read_text(encoding="utf-8"))) == {version}
+    assert set(re.findall(r"outrider:(\d+\.\d+\.\d+)", (ROOT / "README.md").read_text(encoding="utf-8"))) == {version}
     headings = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert any(version in heading for heading in headings)
