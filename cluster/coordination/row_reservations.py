@@ -19,6 +19,7 @@ import numpy as np
 from cluster.coordination.sequence import SpeculativeSequence
 from cluster.speculation.acceptance_model import FloatArray, PositionRates
 from cluster.speculation.drafts import Drafts
+from cluster.speculation.speed import best_prefix
 from cluster.speculation.step_times import StepTimes
 
 # Decay of the counts per step. Rows that were not worth their time are tried again after a few hundred steps.
@@ -96,10 +97,9 @@ class RowReservations:
                 number = sum(depths[sequence] > place for sequence in sequences)
                 options.append((float(worth[place]), number, group))
         options.sort(key=lambda row: row[0], reverse=True)
-        worths, numbers = np.array([row[0] for row in options]), np.array([row[1] for row in options], np.int64)
-        tokens = num_other_rows + np.cumsum(np.concatenate([[0.0], worths * numbers]))
-        seconds = self._steps.curve.at(num_other_rows + np.cumsum(np.concatenate([[0], numbers])))
-        best = int(np.argmax(tokens / seconds))
+        worths = np.array([0.0, *(worth * number for worth, number, _ in options)])
+        numbers = np.array([0, *(number for _, number, _ in options)])
+        _, (best,) = best_prefix(num_other_rows, worths, self._steps.curve.at(num_other_rows + np.cumsum(numbers)))
         most = dict.fromkeys(groups, 0)
         for _, _, group in options[:best]:
             most[group] += 1

@@ -17,7 +17,7 @@ from operator import itemgetter
 import numpy as np
 
 from cluster.drafters.base import DraftSequence
-from cluster.speculation.costs import LearnedCurve
+from cluster.speculation.learned_curve import LearnedCurve
 from cluster.speculation.tree import width_of
 from cluster.telemetry.metrics import Reading
 

@@ -18,7 +18,7 @@ from cluster.drafting.entries import CoordinatorLink, Deliver, Entry, Sent
 from cluster.drafting.run_ahead import MAX_NODES_AHEAD, MAX_SEQUENCES_AHEAD, RunAhead, num_nodes_ahead, runs_ahead
 from cluster.drafting.spelling import Spelling
 from cluster.drafting.temperature_tuning import TemperatureTuning
-from cluster.speculation.costs import LearnedCurve
+from cluster.speculation.learned_curve import LearnedCurve
 from cluster.telemetry.metrics import Reading, StepTime
 from cluster.wire.messages import Advance, Open, SpeculateReply, SpeculateRequest
 

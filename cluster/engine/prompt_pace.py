@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from cluster.speculation.costs import LearnedCurve
+from cluster.speculation.learned_curve import LearnedCurve
 
 _LEAST_TOKENS = 16  # minimum of prompt tokens in a step, so that prompts make progress
 _FIRST_TOKENS = 64  # limit of prompt tokens before the first measurement; then twice the largest measured number

@@ -6,8 +6,6 @@ of a link's time (the network, and the queue behind other targets' work) is one 
 
 from __future__ import annotations
 
-import bisect
-import math
 import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,163 +13,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from cluster.speculation.learned_curve import CLIP, LearnedCurve
+
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
-_SCALE_RATE = 0.1  # learning rate of the factor that all knots of a curve share
-# The learning rate of a knot grows by `_KNOT_RATE` with every observation of the curve since the knot was observed, up
-# to `_MAX_KNOT_RATE`. Step times scatter by 6 to 8 %. With a rate of 0.4 a knot followed its last two or three
-# observations, and the ratio of two knots varied by 6.5 % instead of 3.7 %.
-_KNOT_RATE = 0.02
-_MAX_KNOT_RATE = 0.15
-_OBSERVATIONS_PER_FILL = 8  # a fill takes three times as long as an observation, which moves knots by a few percent
-_CLIP = 3.0  # a step delayed by a page fault or a neighbour counts as at most three times the expected time
 _LINK_LEARNING_RATE = 0.1  # learning rate per reply: the last ten replies count most
 _READY_DECAY = 0.98  # decay of the counts of ready drafts, per observed step
 _FIRST_REPLIES = 8  # a link's first round trip is the median over these replies, because one may have been delayed
-
-
-class LearnedCurve:
-    """Seconds by count: a curve that is linear between knots at 1, 2, 3, 4, 6, 8, 12, 16, ...
-
-    A machine that slows down does so for all counts. So each observation moves all knots by a common factor, and the
-    knots next to its count by the remaining error. A knot moves faster if its last observation is long ago: a single
-    plain step among more than a hundred steps with drafts must weigh as much as a dozen of these.
-
-    The curve never falls: if two knots contradict each other, the one observed last is kept. Knots without observations
-    are interpolated between the observed ones. Below the first observed knot the curve is flat; above the last observed
-    knot it continues with the slope of its upper half.
-    """
-
-    def __init__(self, maximum: int) -> None:
-        # Lists, not arrays: most accesses are to single numbers, for which NumPy takes ten times as long.
-        self._knots = _knots(maximum)
-        self._log_seconds: list[float | None] = [None] * len(self._knots)  # without the common factor
-        self._log_scale = 0.0
-        self._seen_at = [0] * len(self._knots)
-        self._times_seen = [0] * len(self._knots)
-        self._num_observations = 0
-        self._filled: list[float] = []  # seconds at all knots, without the common factor
-        self._fill_at = 0  # number of observations at which `_filled` is computed again
-
-    @property
-    def is_known(self) -> bool:
-        return self._num_observations > 0
-
-    def observe(self, count: int, seconds: float) -> None:
-        """Learns from a step with `count` rows that took `seconds`."""
-        index, share = self._place(count)
-        if self._num_observations == 0:
-            self._filled, self._fill_at = [max(seconds, 1e-9)] * len(self._knots), 1
-        expected = max(self._between(index, share), 1e-9)
-        error = math.log(min(max(seconds, 1e-9) / expected, _CLIP))
-        self._num_observations += 1
-        self._learn(index, 1.0 - share, error)
-        if share > 0.0:
-            self._learn(index + 1, share, error)
-        self._log_scale += _SCALE_RATE * error
-
-    def _learn(self, knot: int, weight: float, error: float) -> None:
-        known = self._log_seconds[knot]
-        if known is None:
-            # The knot starts from the curve's prediction, because the observation may have been at another count.
-            self._log_seconds[knot] = math.log(max(self._filled[knot], 1e-9)) + weight * error
-            self._fill_at = 0
-        else:
-            rate = min(_MAX_KNOT_RATE, _KNOT_RATE * (self._num_observations - self._seen_at[knot]))
-            # A knot starts as the mean of its observations, so that a delayed first step does not persist.
-            rate = max(rate, 1.0 / (1 + self._times_seen[knot]))
-            self._log_seconds[knot] = known + rate * weight * error
-            if rate >= _MAX_KNOT_RATE:
-                self._fill_at = 0
-        self._seen_at[knot] = self._num_observations
-        self._times_seen[knot] += 1
-
-    def seconds(self, count: float) -> float:
-        """Returns the seconds at `count`. Requires at least one observation."""
-        return self._between(*self._place(count))
-
-    def _between(self, index: int, share: float) -> float:
-        filled = self._fill()
-        seconds = filled[index] if share == 0.0 else (1.0 - share) * filled[index] + share * filled[index + 1]
-        return seconds * math.exp(self._log_scale)
-
-    def at(self, counts: float | FloatArray | IntArray) -> FloatArray:
-        """Returns the seconds at `counts`. Requires at least one observation."""
-        return np.asarray(np.interp(counts, self._knots, self._fill())) * math.exp(self._log_scale)
-
-    def _place(self, count: float) -> tuple[int, float]:
-        """Returns the knot at or below `count`, and the share of the way to the next knot, in [0, 1].
-
-        The share is 0 at the last knot.
-        """
-        knots = self._knots
-        index = max(bisect.bisect_right(knots, count) - 1, 0)
-        if index + 1 == len(knots):
-            return index, 0.0
-        return index, max(0.0, (count - knots[index]) / (knots[index + 1] - knots[index]))
-
-    def _known(self) -> list[tuple[int, float]]:
-        """Returns the observed knots and their seconds, which never fall.
-
-        If two knots contradict each other, the one observed last is kept.
-        """
-        known: list[tuple[int, float]] = []
-        for index, log_seconds in enumerate(self._log_seconds):
-            if log_seconds is None:
-                continue
-            seconds = math.exp(log_seconds)
-            before = len(known)
-            while (
-                before and known[before - 1][1] > seconds and self._seen_at[known[before - 1][0]] < self._seen_at[index]
-            ):
-                before -= 1
-            seconds = max(seconds, known[before - 1][1]) if before else seconds
-            known[before:] = [(earlier, seconds) for earlier, _ in known[before:]]
-            known.append((index, seconds))
-        return known
-
-    def _take_common_factor_out(self) -> None:
-        """Moves the knots' mean into the common factor: contradictory knots would otherwise grow without bound."""
-        common = statistics.fmean(seconds for seconds in self._log_seconds if seconds is not None)
-        self._log_seconds = [None if seconds is None else seconds - common for seconds in self._log_seconds]
-        self._log_scale += common
-
-    def _fill(self) -> list[float]:
-        """Returns the seconds at all knots, without the common factor."""
-        if self._num_observations < self._fill_at:
-            return self._filled
-        knots, filled = self._knots, [0.0] * len(self._knots)
-        last = -1  # the last observed knot so far
-        self._take_common_factor_out()
-        for index, seconds in self._known():
-            # Store the value that `_known` corrected: errors are measured against it, and the uncorrected value would
-            # return with the next observation of the knot.
-            self._log_seconds[index] = math.log(max(seconds, 1e-9))
-            if last < 0:
-                filled[:index] = [seconds] * index
-            else:
-                slope = (seconds - filled[last]) / (knots[index] - knots[last])
-                for between in range(last + 1, index):
-                    filled[between] = filled[last] + slope * (knots[between] - knots[last])
-            filled[index], last = seconds, index
-        half = bisect.bisect_right(knots, knots[last] / 2) - 1  # the slope between the last two knots is mostly noise
-        if 0 <= half < last:
-            slope = (filled[last] - filled[half]) / (knots[last] - knots[half])
-            for beyond in range(last + 1, len(knots)):
-                filled[beyond] = filled[last] + slope * (knots[beyond] - knots[last])
-        else:
-            filled[last + 1 :] = [filled[last]] * (len(knots) - last - 1)
-        self._filled, self._fill_at = filled, self._num_observations + _OBSERVATIONS_PER_FILL
-        return filled
-
-
-def _knots(maximum: int) -> list[int]:
-    knots, step = [1, 2, 3], 4
-    while step < 2 * maximum:
-        knots += [step, step * 3 // 2]
-        step *= 2
-    return knots
 
 
 class DraftStep(NamedTuple):
@@ -232,14 +81,14 @@ class LinkCosts:
             self._first_overheads.append(overhead)
             self._overhead = statistics.median_low(self._first_overheads)
         else:
-            most = _CLIP * self._overhead + 1e-3
+            most = CLIP * self._overhead + 1e-3
             self._overhead += _LINK_LEARNING_RATE * (min(overhead, most) - self._overhead)
 
     def observe_wait(self, waited_seconds: float, depth: int, batch: int) -> None:
         """Learns from a step that waited `waited_seconds` for `batch` sequences that lacked at most `depth` levels."""
         expected = self.proposal_seconds(depth, batch)
         if expected > 0.0:
-            share = min(waited_seconds / expected, _CLIP)
+            share = min(waited_seconds / expected, CLIP)
             self._waited_share += _LINK_LEARNING_RATE * (share - self._waited_share)
 
     def observe_ready(self, num_ready: Sequence[int], num_asked: Sequence[int]) -> None:
@@ -267,7 +116,11 @@ class LinkCosts:
     def wait_seconds(self, depths: IntArray, batches: IntArray) -> FloatArray:
         """Returns the seconds that a step waits until `batches` sequences all have `depths` drafts; 0 at depth 0.
 
-        Levels that are ready for all of these sequences cost no wait.
+            wait(d, b) = share * (round trip * lack(d) + level(b) * (lack(1) + ... + lack(d)))
+            lack(j)    = 1 - ready(j)^b        probability that level j is missing for one of b sequences
+
+        `share` is the measured ratio of waits to this formula. If no level is ever ready, the first level takes the
+        time of a first step. A one-pass drafter has a first step in place of all levels.
         """
         batches = np.maximum(batches, 1)
         first, level = (

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from cluster.config.speculation import SpeculationConfig
 from cluster.speculation.acceptance_model import FloatArray, SequenceAcceptance, own_rates
 from cluster.speculation.costs import LinkCosts
-from cluster.speculation.speed import tokens_per_round
+from cluster.speculation.speed import best_prefix, tokens_per_round
 from cluster.speculation.step_times import StepTimes
 from cluster.speculation.tree_policy import DEPTH_LIMITS, LEAST_GAIN, Template
 
@@ -208,14 +208,14 @@ class _Search:
             wait = self._wait_seconds(taken, depth_of, place, self._links[sequence_of])
         else:
             wait = np.zeros(taken.shape)
-        tokens = self._num_tokens + np.cumsum(np.where(taken, worth, 0.0), axis=1)
-        rates = tokens / self._steps.seconds(self._num_rows + rows, tokens, wait)
+        gains = np.where(taken, worth, 0.0)
+        tokens = self._num_tokens + np.cumsum(gains, axis=1)
         fits = (wait <= self._max_wait_seconds) & (num_taken <= self._max_drafts)
-        rates = np.where(fits, rates, 0.0)
-        limit, last = np.unravel_index(rates.argmax(), rates.shape)
+        took = np.where(fits, self._steps.seconds(self._num_rows + rows, tokens, wait), np.inf)
+        rate, (limit, last) = best_prefix(self._num_tokens, gains, took)
         seconds = self._steps.curve.seconds(self._num_rows + float(rows[limit, last])) + float(wait[limit, last])
         num_drafts = np.bincount(sequence_of[: last + 1][taken[limit, : last + 1]], minlength=len(self._rates))
-        return float(rates[limit, last]), num_drafts, float(tokens[limit, last]) / seconds
+        return rate, num_drafts, float(tokens[limit, last]) / seconds
 
     def _ready_shares(self, levels: IntArray) -> FloatArray:
         """Returns the share of steps in which each candidate's draft is ready, [candidates, drafts]."""

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cluster.speculation.acceptance_model import PositionRates, SequenceAcceptance, kind_of, own_rates
+from cluster.speculation.speed import best_prefix
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -91,11 +92,9 @@ class DeviceDepths:
     def _best(self, sequences: Sequence[SequenceAcceptance]) -> int:
         survival = np.cumprod(own_rates(sequences), axis=1).sum(axis=0)  # [max_depth]
         number, depths = len(sequences), range(self.max_depth + 1)
-        tokens = number + np.concatenate([[0.0], np.cumsum(survival)])
         seconds = np.stack([_features(number * (1 + depth), depth) for depth in depths]) @ self._costs()
-        rates = tokens / np.maximum(seconds, 1e-9)
-        best = int(rates.argmax())
-        return best if rates[best] >= _LEAST_GAIN * rates[0] else 0
+        rate, (best,) = best_prefix(number, np.concatenate([[0.0], survival]), seconds)
+        return best if rate >= _LEAST_GAIN * number / max(seconds[0], 1e-9) else 0
 
     def _costs(self) -> FloatArray:
         """Returns the four costs in seconds: fixed, per row, for the first draft level, and per level."""

@@ -4,6 +4,7 @@
                                                       are accepted. With one acceptance rate a: (1 - a^(k+1)) / (1 - a)
     speedup = E * t_decode / (k * t_draft + t_verify + round trip)
     rate    = n * E / (t_step(n * (1 + k)) + wait(k))           tokens per second of n sequences with k drafts each
+    best    = argmax over m of (tokens + w_1 + ... + w_m) / seconds(m)      the first m of drafts sorted by worth w
 
 E and the speedup are equation 1 and theorem 3.8 of Leviathan, Kalman, Matias, "Fast inference from transformers via
 speculative decoding", ICML 2023, with the times of the parts in place of ratios.
@@ -50,6 +51,18 @@ def acceptance_rate_of(tokens_a_round: float, num_speculative_tokens: float) -> 
 def tokens_per_round(survival: Iterable[float]) -> float:
     """Returns E of drafts with these survival probabilities, the shallowest first."""
     return 1.0 + sum(survival)
+
+
+def best_prefix(num_tokens: float, worths: FloatArray, seconds: FloatArray) -> tuple[float, tuple[int, ...]]:
+    """Returns the most tokens per second with the first drafts of a list, and the place of the last of these drafts.
+
+    `num_tokens`: committed tokens without drafts. `worths` [..., n]: expected committed tokens of each draft, or group
+    of drafts, the best first; other axes are alternatives. `seconds` [..., n]: duration of the step with the drafts up
+    to each one; infinite where they are not allowed.
+    """
+    rates = (num_tokens + np.cumsum(worths, axis=-1)) / np.maximum(seconds, 1e-9)
+    place = tuple(int(index) for index in np.unravel_index(rates.argmax(), rates.shape))
+    return float(rates[place]), place
 
 
 def round_seconds(drafting: float, verify: float, round_trip: float = 0.0, *, overlaps: bool = False) -> float:

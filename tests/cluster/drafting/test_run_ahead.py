@@ -6,7 +6,7 @@ import pytest
 
 from cluster.drafters.base import DraftSequence
 from cluster.drafting.run_ahead import Frontier, RunAhead, num_nodes_ahead, tree_nodes
-from cluster.speculation.costs import LearnedCurve
+from cluster.speculation.learned_curve import LearnedCurve
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cluster.speculation.costs import DraftStep, LearnedCurve, LinkCosts
+from cluster.speculation.costs import DraftStep, LinkCosts
+from cluster.speculation.learned_curve import LearnedCurve
 
 
 def curve_of(points: dict[int, float], repeats: int = 50) -> LearnedCurve:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cluster.speculation.acceptance_model import PositionRates, SequenceAcceptance
-from cluster.speculation.costs import DraftStep, LearnedCurve, LinkCosts
+from cluster.speculation.costs import DraftStep, LinkCosts
 from cluster.speculation.depth import (
     Candidate,
     DepthController,
@@ -18,6 +18,7 @@ from cluster.speculation.depth import (
     NextStep,
 )
 from cluster.speculation.drafts import depths_of as levels_of
+from cluster.speculation.learned_curve import LearnedCurve
 from cluster.speculation.step_times import StepTimes
 from cluster.speculation.tree import AcceptanceTable, RoundTime, Shape, best_shape, token_rate
 from cluster.speculation.tree_policy import Template
