@@ -38,7 +38,7 @@ help:
 	@echo "make setup-ray                        add Ray to the environment, for --launcher ray"
 	@echo "make setup-clients                    add the clients that tests/system/clients lets loose on a cluster"
 	@echo "make setup-browser                    add what drives a Chromium, which Debian's package brings, over the page"
-	@echo "make setup-all                        add all of these at once, beside a CPU build of PyTorch"
+	@echo "make setup-all                        add all of these at once, with a CPU build of PyTorch"
 	@echo "make images                           build the container images"
 	@echo "make release                          build sdist, wheel and checksums in dist"
 	@echo "make setup | format | lint | typecheck | protos | docs | train"

@@ -1,4 +1,4 @@
-/* What the kernels of `attention` share, one for each instruction set. */
+/* Shared by the kernels of `attention`; there is one for each instruction set. */
 #ifndef OUTRIDER_ATTENTION_H
 #define OUTRIDER_ATTENTION_H
 

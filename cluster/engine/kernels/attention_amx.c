@@ -25,7 +25,7 @@
 #endif
 
 #define CHUNK 32              /* positions: the inputs of a product of tiles */
-#define FEW 4                 /* queries, up to which each is weighed apart: 16 together take as long as six */
+#define FEW 4                 /* up to this number of queries each is computed by itself: 16 together take the time of six */
 #define INPUTS 32             /* of a product of tiles */
 #define TILE (16 * INPUTS)    /* numbers in a tile of bfloat16 */
 /* Numbers of tiles. The first ones have 16 rows, keys or pairs of inputs; the last ones have a row a query. */
@@ -72,7 +72,7 @@ INLINE __m512i rounded(__m512 x) {
 /* 16 numbers in upper halves, paired with 16 others. */
 INLINE __m512i paired(__m512i even, __m512i odd) { return _mm512_or_si512(_mm512_srli_epi32(even, 16), odd); }
 
-/* Into tiles of pairs of inputs by queries: what is multiplied from the right. */
+/* Copies into tiles of pairs of inputs by queries, the right operand of the product. */
 INLINE void lay_out_queries(const Attention *a, const Part *p, int64_t head, int64_t num_queries, int64_t size,
                             uint16_t *tiles) {
     for (int64_t q = 0; q < num_queries; q++) {
@@ -130,8 +130,8 @@ INLINE __m512 in_order(const float *sums, const int upper) {
 }
 
 /*
- * Whether tiles of keys can be read where they are: 16 positions then lie in one block. What is read beyond the
- * chunk's count, or was never written, makes scores that nobody sees.
+ * Returns whether tiles of keys can be read in place, because 16 positions lie in one block. Values beyond the chunk's
+ * count, or never written, only give scores that are masked.
  */
 INLINE int is_in_place(const Progress *p, const int64_t *path) {
     return path == NULL && p->attention->block_size % 16 == 0 && p->size == p->attention->head_dim;

@@ -62,7 +62,7 @@ INLINE void widen_block(const char *kept, const Format format, uint16_t *block) 
             _mm512_store_si512(block + pair * BLOCK, both);
         }
     } else {
-        /* 0 to 7, -8 to -1, and again: the lookup regards five bits, of which the fifth is of the next nibble. */
+        /* 0 to 7, -8 to -1, twice: the lookup uses five bits, and the fifth belongs to the next nibble. */
         static const uint16_t values[BLOCK] = {
             0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0,
             0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0,

@@ -5,7 +5,7 @@
 
 static int64_t qkv_size(const Model *m) { return (m->num_heads + 2 * m->num_kv_heads) * m->head_dim; }
 
-/* What the widest of the products needs. */
+/* Scratch memory of the widest product. */
 static int64_t product_scratch_size(const Model *m) {
     int64_t most = linear_scratch_size(&m->head);
     for (int64_t i = 0; i < m->num_layers; i++) {
@@ -24,7 +24,7 @@ int64_t scratch_size(const Model *m) {
     return product_scratch_size(m) + 3 * m->hidden_size + qkv_size(m) + m->num_heads * m->head_dim + 3 * m->intermediate_size;
 }
 
-/* A step's products; their scratch is where its own begins. */
+/* The products of a step; their scratch memory is at the beginning of the step's. */
 static void project(const Step *s, const Weight *weight, const float *x, float *y, int64_t num_rows, int num_threads) {
     const Linear job = {x, weight, y, s->scratch, num_rows};
     linear(&job, num_threads);

@@ -27,7 +27,7 @@ typedef struct {
 } Shares;
 void divide(Shares *shares, int64_t count, int num_threads);
 int64_t next_of(Shares *shares, int64_t share); /* an item, or -1 when none is left */
-/* As many threads as are worth waking for that much; num_threads or 1. */
+/* Returns the number of threads that are worth waking for this work: num_threads or 1. */
 int useful_threads(int64_t num_rows, int64_t row_size, int num_threads);
 
 /* instruction_sets.c */

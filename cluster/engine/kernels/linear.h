@@ -1,4 +1,4 @@
-/* Products by instruction set, of which `linear` chooses the one that a weight was laid out for. */
+/* Products by instruction set; `linear` chooses the one for which a weight was laid out. */
 #ifndef OUTRIDER_LINEAR_H
 #define OUTRIDER_LINEAR_H
 

@@ -11,12 +11,12 @@
 
 #define BF16_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
 #define BF16_INLINE static inline __attribute__((always_inline)) BF16_TARGET /* INLINE has a target already */
-#define MAX_HEIGHT 24 /* of a tile of rows; its sums with one tile of a block stay in registers */
-#define FITTING_HEIGHT 14 /* its sums with both tiles of a block do, beside a pair and an input */
+#define MAX_HEIGHT 24 /* rows of a tile whose sums with one tile of a block fit into registers */
+#define FITTING_HEIGHT 14 /* the same with both tiles of a block, in addition to a pair and an input */
 /* Up to here a tile of rows is multiplied by both tiles of each block, else by all blocks' first tiles and then by all
    second ones. */
 #define MAX_WIDE_HEIGHT(format) ((format) == BFLOAT16 ? 16 : FITTING_HEIGHT)
-#define MAX_FEW_ROWS 40 /* of which integers are multiplied in tiles of up to MAX_HEIGHT */
+#define MAX_FEW_ROWS 40 /* up to this number of rows integers are multiplied in tiles of up to MAX_HEIGHT */
 #define PREFETCH_BYTES 8192
 /* Few rows are bound by reading weights: prefetch into L1 (190M parameters, 1 row, Zen 4, 1 thread: 12.5 ms; into L2: 17 ms). */
 #define MAX_STREAM_HEIGHT 4
@@ -61,8 +61,8 @@ BF16_INLINE void multiply_pair(__m512 sums[][2], const int tile, const uint16_t 
     }
 }
 
-/* `height` rows times `width` tiles of a panel, from the panel's tile `first`, of a block `at_once` so many. height,
-   width, at_once and format are constants after inlining. */
+/* Multiplies `height` rows by `width` tiles of a panel from its tile `first`, `at_once` tiles of a block at a time.
+   height, width, at_once and format are constants after inlining. */
 BF16_INLINE void multiply(const Job *j, int64_t panel, int64_t tile, const int first, const int height,
                                  const int width, const int at_once, const Format format) {
     const Weight *w = j->linear->weight;
@@ -156,8 +156,8 @@ BF16_TARGET static void share_task(const void *job, int64_t share) {
     }
 }
 
-/* Of tiles of so many rows. Several are of no more than have their sums in registers; but integers are widened for each
-   tile anew, so that they come in few as long as these are quicker. */
+/* Returns the maximum rows of a tile. The sums of a tile should fit into registers, but integers are widened again for
+   each tile, so few high tiles are faster for few rows. */
 static int64_t max_height(Format format, int64_t num_rows) {
     if (format == BFLOAT16) return num_rows <= MAX_WIDE_HEIGHT(BFLOAT16) ? MAX_WIDE_HEIGHT(BFLOAT16) : FITTING_HEIGHT;
     return num_rows <= MAX_FEW_ROWS ? MAX_HEIGHT : FITTING_HEIGHT;

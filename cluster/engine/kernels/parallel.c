@@ -16,7 +16,7 @@
 #include "kernels.h"
 
 #define MAX_THREADS 256
-#define POOL_NAME "outrider-pool" /* what top -H shows */
+#define POOL_NAME "outrider-pool" /* shown by top -H */
 /* Long enough to bridge the gap between two operators, where a wake-up would cost more than the job; short enough
    that an engine that waits leaves its cores to others. About 50 ns each. */
 #define SPINS_BEFORE_SLEEP 5000
@@ -61,7 +61,7 @@ static void wake_all(_Atomic uint32_t *number) {
 #define CLOSED 0xffffffffu
 
 static _Atomic uint64_t ticket = CLOSED;
-static _Atomic uint32_t num_opened; /* what sleepers wait for to change */
+static _Atomic uint32_t num_opened; /* sleepers wait for a change of it */
 static _Atomic int num_sleeping;
 static _Atomic int64_t num_done;
 static struct {

@@ -52,7 +52,7 @@ class DraftServicer:
 
     def Speculate(self, request_iterator, context):
         """One stream per link, at most one message for each step of its sender in each direction. A sequence lives as long
-        as its stream: when the stream ends the worker forgets every sequence that was opened on it.
+        as its stream: when the stream ends, the worker forgets all sequences that were opened on it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -27,21 +27,21 @@ class _FinishReason:
 class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishReason.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
-    """still running"""
+    """running"""
     FINISH_REASON_STOP: _FinishReason.ValueType  # 1
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper): ...
 
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
-"""still running"""
+"""running"""
 FINISH_REASON_STOP: FinishReason.ValueType  # 1
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
 class ObserveRequest(_message.Message):
-    """Numbers are those of the worker's last observation; a restart begins anew at 0."""
+    """Numbers from the worker's last observation; they start at 0 after a restart."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -65,7 +65,7 @@ Global___ObserveRequest: _TypeAlias = ObserveRequest  # noqa: Y015
 
 @_typing.final
 class Observation(_message.Message):
-    """All times are seconds, points in time those of the worker's own clock."""
+    """Times are in seconds; points in time are those of the worker's clock."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -78,13 +78,13 @@ class Observation(_message.Message):
     TELLS_STEPS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     next_step: _builtins.int
-    """the number that the next one will have"""
+    """number of the next step"""
     next_answer: _builtins.int
     tells_steps: _builtins.bool
-    """false: an engine that counts steps and tells of no single ones"""
+    """false: the engine counts steps, but does not record them"""
     @_builtins.property
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepSpan]:
-        """the oldest first; of many, the last"""
+        """oldest first; only the last ones if there are many"""
 
     @_builtins.property
     def answers(self) -> _containers.RepeatedCompositeFieldContainer[Global___AnswerSpan]: ...
@@ -125,11 +125,11 @@ class StepSpan(_message.Message):
     waited_seconds: _builtins.float
     seconds: _builtins.float
     num_sequences: _builtins.int
-    """that decoded"""
+    """sequences that decoded"""
     num_rows: _builtins.int
-    """that yielded a choice: those, their drafts, and prompts that ended"""
+    """rows with a choice: of these sequences, of their drafts and of completed prompts"""
     has_prompts: _builtins.bool
-    """parts of some were computed beside"""
+    """whether the step also computed parts of prompts"""
     def __init__(
         self,
         *,
@@ -150,7 +150,7 @@ Global___StepSpan: _TypeAlias = StepSpan  # noqa: Y015
 
 @_typing.final
 class AnswerSpan(_message.Message):
-    """A drafter's answer: the network took what it did not hold the request for."""
+    """A drafter's reply. The time that the drafter did not hold the request is the network's."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -163,15 +163,15 @@ class AnswerSpan(_message.Message):
     DRAFT_FIELD_NUMBER: _builtins.int
     came_at: _builtins.float
     seconds: _builtins.float
-    """since the last request"""
+    """time since the last request"""
     held_seconds: _builtins.float
     step_seconds: _builtins.float
-    """of the drafter's last step, a token for each of its sequences"""
+    """duration of the drafter's last step, which makes a token for each sequence"""
     batch: _builtins.int
     """sequences in it"""
     num_proposals: _builtins.int
     draft: _builtins.str
-    """the worker's address; empty: it is in the target's process"""
+    """address of the draft worker; empty: in the target's process"""
     def __init__(
         self,
         *,
@@ -193,7 +193,7 @@ Global___AnswerSpan: _TypeAlias = AnswerSpan  # noqa: Y015
 
 @_typing.final
 class ObservedReading(_message.Message):
-    """One number of the worker's metrics."""
+    """A sample of the worker's metrics."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -247,11 +247,11 @@ class LoadAdapterRequest(_message.Message):
     PATH_FIELD_NUMBER: _builtins.int
     REPLACE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """what requests call it"""
+    """name in requests"""
     path: _builtins.str
-    """its folder on the worker's own disk, in or relative to the folder that the worker allows"""
+    """folder on the worker's disk, inside the allowed folder or relative to it"""
     replace: _builtins.bool
-    """one of that name and other contents, for new requests; else it is refused"""
+    """replace one with this name and other contents, for new requests; otherwise it is refused"""
     def __init__(
         self,
         *,
@@ -273,7 +273,7 @@ class LoadAdapterReply(_message.Message):
 
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
-    """of its contents"""
+    """fingerprint of its contents"""
     def __init__(
         self,
         *,
@@ -312,7 +312,7 @@ class UnloadAdapterReply(_message.Message):
 
     NUM_RUNNING_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
-    """requests that still end with it"""
+    """running requests that use it"""
     def __init__(
         self,
         *,
@@ -388,26 +388,26 @@ class TargetDescription(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     CACHES_PREFIXES_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
-    """differs after every restart of the worker"""
+    """changes with every restart of the worker"""
     num_speculative_tokens: _builtins.int
-    """k of a new request that names none"""
+    """k of a new request that sets none"""
     max_speculative_tokens: _builtins.int
-    """the most a request may ask for"""
+    """maximum k of a request"""
     num_draft_links: _builtins.int
     """links that are up"""
     num_draft_links_configured: _builtins.int
     is_draining: _builtins.bool
-    """takes no new calls, and will end"""
+    """accepts no new calls, and will end"""
     is_stuck: _builtins.bool
-    """its engine has ended no step for far longer than its steps take"""
+    """its engine has completed no step for much longer than a step takes"""
     advertised_address: _builtins.str
-    """where others reach it; empty: it does not know"""
+    """address at which others reach it; empty: unknown"""
     wire_version: _builtins.int
-    """of this file and types.proto, which only grow"""
+    """version of this file and types.proto, which only grow"""
     block_size: _builtins.int
     """tokens in a KV block"""
     caches_prefixes: _builtins.bool
-    """whether the KV of a prompt is kept for later prompts that begin with the same tokens"""
+    """whether later prompts reuse the KV of equal beginnings"""
     @_builtins.property
     def model(self) -> _types_pb2.ModelDescription: ...
     @_builtins.property
@@ -416,13 +416,13 @@ class TargetDescription(_message.Message):
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def traits(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """What its answers depend on beside the request (weights, dtype, engine, numerics, ...): workers of a pool that differ
-        in any of it would answer the same request differently.
+        """Properties that change answers (weights, dtype, engine, numerics, ...). Workers that differ in one of them answer
+        the same request differently.
         """
 
     @_builtins.property
     def adapters(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """LoRA adapters that it can answer with, by name: the SHA-256 of their contents, hexadecimal."""
+        """Loaded LoRA adapters, by name: the SHA-256 of their contents, hexadecimal."""
 
     @_builtins.property
     def machine(self) -> _types_pb2.Machine: ...
@@ -457,7 +457,7 @@ Global___TargetDescription: _TypeAlias = TargetDescription  # noqa: Y015
 
 @_typing.final
 class GenerateRequest(_message.Message):
-    """One sequence to generate."""
+    """A sequence to generate."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -483,31 +483,31 @@ class GenerateRequest(_message.Message):
     CONVERSATION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     num_generated_tokens: _builtins.int
-    """how many trailing prompt tokens were generated earlier (a moved request)"""
+    """trailing prompt tokens that another target generated"""
     seed: _builtins.int
     choice_index: _builtins.int
-    """a request's choices differ in their noise, those of its other prompts too"""
+    """number of the choice over all prompts of a request, for the noise"""
     max_tokens: _builtins.int
-    """generated tokens in all, those of num_generated_tokens included"""
+    """maximum generated tokens, including num_generated_tokens"""
     ignore_eos: _builtins.bool
     num_speculative_tokens: _builtins.int
     """absent: the controller decides"""
     traceparent: _builtins.str
-    """the caller's span, as W3C's header says it; empty: the request is not traced"""
+    """the caller's span, in the form of the W3C header; empty: not traced"""
     tracestate: _builtins.str
-    """the header that goes with it"""
+    """the W3C header of the same name"""
     num_logprobs: _builtins.int
-    """log-probabilities of each generated token and of so many likeliest"""
+    """likeliest tokens to report for each generated token"""
     num_prompt_logprobs: _builtins.int
-    """the same of the prompt's tokens"""
+    """the same for the tokens of the prompt"""
     cache_salt: _builtins.str
-    """KV is shared only between requests of the same salt"""
+    """KV is shared only between requests with the same salt"""
     priority: _builtins.int
-    """of requests that wait, the lowest goes first"""
+    """the waiting request with the lowest value goes first"""
     adapter: _builtins.str
-    """the LoRA adapter that the answer is made with; empty: none"""
+    """name of the LoRA adapter; empty: none"""
     adapter_fingerprint: _builtins.str
-    """Its contents as descriptions tell them; one of that name with others is NOT_FOUND. Empty: whatever they are."""
+    """Fingerprint of the adapter. An adapter with this name and another fingerprint is NOT_FOUND. Empty: any."""
     conversation: _builtins.bytes
     """the same for all turns of a conversation; empty: unknown"""
     @_builtins.property
@@ -518,7 +518,7 @@ class GenerateRequest(_message.Message):
     def constraints(self) -> Global___Constraints: ...
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """end the sequence as an end-of-sequence token does, ignore_eos or not"""
+        """end the sequence, even with ignore_eos"""
 
     def __init__(
         self,
@@ -565,7 +565,7 @@ Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
 @_typing.final
 class Constraints(_message.Message):
-    """What a token may be, whatever its probability. Drafters are told nothing of it."""
+    """Limits of the choice of tokens. Drafters do not receive them."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -574,14 +574,14 @@ class Constraints(_message.Message):
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
     min_tokens: _builtins.int
-    """until there are so many generated tokens, none that ends the sequence"""
+    """number of generated tokens before one may end the sequence"""
     @_builtins.property
     def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """empty: all"""
 
     @_builtins.property
     def bad_words(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenIds]:
-        """none of them may be completed"""
+        """token sequences that must not be completed"""
 
     @_builtins.property
     def grammar(self) -> Global___Grammar: ...
@@ -623,7 +623,7 @@ Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
 class Grammar(_message.Message):
-    """What the text of the answer has to be; the sequence ends where the grammar does."""
+    """Grammar of the answer's text. The sequence ends with the grammar."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -634,9 +634,9 @@ class Grammar(_message.Message):
     json_schema: _builtins.str
     regex: _builtins.str
     ebnf: _builtins.str
-    """as GBNF writes it; its start is `root`"""
+    """GBNF with the start rule `root`"""
     structural_tag: _builtins.str
-    """JSON: texts that, once they come, have to be followed by what a grammar allows"""
+    """JSON: texts that start a part with a grammar of its own"""
     def __init__(
         self,
         *,
@@ -657,7 +657,7 @@ Global___Grammar: _TypeAlias = Grammar  # noqa: Y015
 
 @_typing.final
 class GenerateCommands(_message.Message):
-    """Applied in the order start, cancel."""
+    """Applied in the order: start, cancel."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -667,7 +667,7 @@ class GenerateCommands(_message.Message):
     def start(self) -> _containers.RepeatedCompositeFieldContainer[Global___StartCall]: ...
     @_builtins.property
     def cancel(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """calls to free; one that has ended is ignored"""
+        """calls to end; ended ones are ignored"""
 
     def __init__(
         self,
@@ -690,7 +690,7 @@ class StartCall(_message.Message):
     CALL_FIELD_NUMBER: _builtins.int
     REQUEST_FIELD_NUMBER: _builtins.int
     call: _builtins.int
-    """a number never reused on this stream"""
+    """never reused on this stream"""
     @_builtins.property
     def request(self) -> Global___GenerateRequest: ...
     def __init__(
@@ -709,9 +709,9 @@ Global___StartCall: _TypeAlias = StartCall  # noqa: Y015
 
 @_typing.final
 class GenerateReplies(_message.Message):
-    """Columnar: what was committed since the last message. Entry i of calls, num_tokens and num_rounds belongs to one call;
-    token_ids and the columns of rounds hold the entries' values one after the other. Where the caller reads slowly a
-    message covers several steps.
+    """Columnar: tokens committed since the last message. Entry i of calls, num_tokens and num_rounds belongs to one call.
+    token_ids and the columns of rounds contain the values of all entries in order. If the caller reads slowly, a message
+    covers several steps.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -732,25 +732,25 @@ class GenerateReplies(_message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def calls(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """every one at most once"""
+        """each at most once"""
 
     @_builtins.property
     def num_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """an end-of-sequence token included"""
+        """including an end-of-sequence token"""
 
     @_builtins.property
     def finished(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """those of calls that have ended"""
+        """calls that have ended"""
 
     @_builtins.property
     def finish_reasons(self) -> _containers.RepeatedScalarFieldContainer[Global___FinishReason.ValueType]:
-        """one for each of finished"""
+        """one for each finished call"""
 
     @_builtins.property
     def num_rounds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """that verified at least one draft token; empty when no entry has any"""
+        """rounds with at least one verified draft token; empty if there are none"""
 
     @_builtins.property
     def num_draft_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -762,25 +762,25 @@ class GenerateReplies(_message.Message):
 
     @_builtins.property
     def errors(self) -> _containers.RepeatedCompositeFieldContainer[Global___CallError]:
-        """of calls that have ended without a finish reason"""
+        """calls that have ended without a finish reason"""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___CallLogprobs]:
-        """of the tokens in this message, of calls that asked for them"""
+        """for the tokens in this message, of calls that requested them"""
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___CallLogprobs]:
-        """of further tokens of prompts, from the second one on"""
+        """for further tokens of prompts, from the second one on"""
 
     @_builtins.property
     def round_starts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Of each round, where its tokens begin among its entry's: accepted drafts, then the target's own. Tokens outside of
-        rounds were decoded plainly. Empty where every entry's rounds follow one another from its first token on.
+        """For each round: the index of its first token in its entry. Its tokens are the accepted drafts and the target's own
+        token. Tokens outside of rounds were decoded plainly. Empty if all rounds follow each other from index 0.
         """
 
     @_builtins.property
     def cached_calls(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Calls with their first tokens in this message whose prompts were partly cached, and the cached tokens of each prompt."""
+        """Calls whose first tokens are in this message and whose prompts were partly cached, with the cached tokens of each."""
 
     @_builtins.property
     def num_cached_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -826,13 +826,13 @@ class CallLogprobs(_message.Message):
     call: _builtins.int
     @_builtins.property
     def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """1: there is no likelier token"""
+        """1: the likeliest token"""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
     @_builtins.property
     def top_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """as many for each token, one token's after the other's, the likeliest first"""
+        """the same number for each token, in order, the likeliest first"""
 
     @_builtins.property
     def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
@@ -866,7 +866,7 @@ class CallError(_message.Message):
     """a gRPC status code"""
     message: _builtins.str
     param: _builtins.str
-    """the field of the request that an INVALID_ARGUMENT is about, where it is about one"""
+    """for INVALID_ARGUMENT: the field of the request, if one is at fault"""
     def __init__(
         self,
         *,

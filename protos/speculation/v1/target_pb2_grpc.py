@@ -66,8 +66,8 @@ class TargetServicer:
     """Missing associated documentation comment in .proto file."""
 
     def GenerateMany(self, request_iterator, context):
-        """Generates any number of sequences on one stream, with at most one message per step. A call lives as long as its
-        stream: when that ends, from either side, the worker frees every sequence that was started on it.
+        """Generates any number of sequences on one stream, with at most one message per step. When the stream ends, from
+        either side, the worker frees all sequences that were started on it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -80,22 +80,22 @@ class TargetServicer:
         raise NotImplementedError('Method not implemented!')
 
     def LoadAdapter(self, request, context):
-        """Makes a LoRA adapter one that requests can name. One that is there already with the same contents is left as it is.
-        What is wrong with it is INVALID_ARGUMENT, and changes nothing.
+        """Loads a LoRA adapter. Does nothing if one with this name and the same contents is loaded. An unusable adapter is
+        INVALID_ARGUMENT, and changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
-        """Takes no new requests for it; those that run end as they began. NOT_FOUND where there is none of that name.
+        """Unloads an adapter: new requests for it are refused, running ones end with it. NOT_FOUND if the name is unknown.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Observe(self, request, context):
-        """What it is doing, for a person who looks on: a router asks about once a second, and only while somebody does.
+        """Recent steps and metrics, for the router's page: called about once a second while somebody views the page.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

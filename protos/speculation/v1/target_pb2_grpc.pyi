@@ -16,18 +16,18 @@ GRPC_VERSION: str
 class TargetStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
     GenerateMany: _aio.StreamStreamMultiCallable[_target_pb2.GenerateCommands, _target_pb2.GenerateReplies]
-    """Generates any number of sequences on one stream, with at most one message per step. A call lives as long as its
-    stream: when that ends, from either side, the worker frees every sequence that was started on it.
+    """Generates any number of sequences on one stream, with at most one message per step. When the stream ends, from
+    either side, the worker frees all sequences that were started on it.
     """
     Describe: _aio.UnaryUnaryMultiCallable[_types_pb2.DescribeRequest, _target_pb2.TargetDescription]
     LoadAdapter: _aio.UnaryUnaryMultiCallable[_target_pb2.LoadAdapterRequest, _target_pb2.LoadAdapterReply]
-    """Makes a LoRA adapter one that requests can name. One that is there already with the same contents is left as it is.
-    What is wrong with it is INVALID_ARGUMENT, and changes nothing.
+    """Loads a LoRA adapter. Does nothing if one with this name and the same contents is loaded. An unusable adapter is
+    INVALID_ARGUMENT, and changes nothing.
     """
     UnloadAdapter: _aio.UnaryUnaryMultiCallable[_target_pb2.UnloadAdapterRequest, _target_pb2.UnloadAdapterReply]
-    """Takes no new requests for it; those that run end as they began. NOT_FOUND where there is none of that name."""
+    """Unloads an adapter: new requests for it are refused, running ones end with it. NOT_FOUND if the name is unknown."""
     Observe: _aio.UnaryUnaryMultiCallable[_target_pb2.ObserveRequest, _target_pb2.Observation]
-    """What it is doing, for a person who looks on: a router asks about once a second, and only while somebody does."""
+    """Recent steps and metrics, for the router's page: called about once a second while somebody views the page."""
 
 class TargetServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -36,8 +36,8 @@ class TargetServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _abc.AsyncIterator[_target_pb2.GenerateCommands],
         context: _aio.ServicerContext[_abc.AsyncIterator[_target_pb2.GenerateCommands], _abc.AsyncIterator[_target_pb2.GenerateReplies]],
     ) -> _abc.AsyncIterator[_target_pb2.GenerateReplies]:
-        """Generates any number of sequences on one stream, with at most one message per step. A call lives as long as its
-        stream: when that ends, from either side, the worker frees every sequence that was started on it.
+        """Generates any number of sequences on one stream, with at most one message per step. When the stream ends, from
+        either side, the worker frees all sequences that were started on it.
         """
 
     @_abc_1.abstractmethod
@@ -53,8 +53,8 @@ class TargetServicer(metaclass=_abc_1.ABCMeta):
         request: _target_pb2.LoadAdapterRequest,
         context: _aio.ServicerContext[_target_pb2.LoadAdapterRequest, _abc.Awaitable[_target_pb2.LoadAdapterReply]],
     ) -> _abc.Awaitable[_target_pb2.LoadAdapterReply]:
-        """Makes a LoRA adapter one that requests can name. One that is there already with the same contents is left as it is.
-        What is wrong with it is INVALID_ARGUMENT, and changes nothing.
+        """Loads a LoRA adapter. Does nothing if one with this name and the same contents is loaded. An unusable adapter is
+        INVALID_ARGUMENT, and changes nothing.
         """
 
     @_abc_1.abstractmethod
@@ -63,7 +63,7 @@ class TargetServicer(metaclass=_abc_1.ABCMeta):
         request: _target_pb2.UnloadAdapterRequest,
         context: _aio.ServicerContext[_target_pb2.UnloadAdapterRequest, _abc.Awaitable[_target_pb2.UnloadAdapterReply]],
     ) -> _abc.Awaitable[_target_pb2.UnloadAdapterReply]:
-        """Takes no new requests for it; those that run end as they began. NOT_FOUND where there is none of that name."""
+        """Unloads an adapter: new requests for it are refused, running ones end with it. NOT_FOUND if the name is unknown."""
 
     @_abc_1.abstractmethod
     def Observe(
@@ -71,6 +71,6 @@ class TargetServicer(metaclass=_abc_1.ABCMeta):
         request: _target_pb2.ObserveRequest,
         context: _aio.ServicerContext[_target_pb2.ObserveRequest, _abc.Awaitable[_target_pb2.Observation]],
     ) -> _abc.Awaitable[_target_pb2.Observation]:
-        """What it is doing, for a person who looks on: a router asks about once a second, and only while somebody does."""
+        """Recent steps and metrics, for the router's page: called about once a second while somebody views the page."""
 
 def add_TargetServicer_to_server(servicer: TargetServicer, server: _aio.Server) -> None: ...

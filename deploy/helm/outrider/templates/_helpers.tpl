@@ -117,7 +117,7 @@ matchExpressions:
 {{- toYaml (mergeOverwrite $config $programs (include "outrider.security" . | fromYaml)) -}}
 {{- end -}}
 
-{{/* What of the tree names files of secrets; programs read them anew when they change. */}}
+{{/* Settings with files of secrets; programs read them again when they change. */}}
 {{- define "outrider.security" -}}
 {{- $router := dict -}}
 {{- $worker := dict -}}
