@@ -315,7 +315,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--context", type=int, default=1000, metavar="TOKENS", help="of each sequence; default 1000")
     parser.add_argument("--all-reduce-us", type=float, default=1e6 * ASSUMED.all_reduce_seconds, metavar="US")
     parser.add_argument(
-        "--logit-passes", type=int, default=1, metavar="N", help="of the sampler (kernels.sampler_passes); default 1"
+        "--logit-passes", type=int, default=1, metavar="N", help="passes of the sampler over the logits; default 1"
     )
     parser.add_argument("--results", type=Path, default=Path("bench/results"), help="where measured steps are")
     parser.add_argument("--out", type=Path, default=Path("bench/results/roofline.json"))

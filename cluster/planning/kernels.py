@@ -26,9 +26,6 @@ from cluster.engine.memory_plan import PlannedModel
 
 _ROUNDING = 1e-9  # rounding error of divided and multiplied rows: it must not add a tile
 _LOGIT_BYTES = 4
-_SHAPING_PASSES = 2  # one read, and one write of the result that the other passes read
-_CUT_PASSES = 2  # the best score, the scores equal to the cut
-_SEARCH_PASSES = 8  # for top-k, and again for top-p: 32 bits of a score's order, 4 bits a pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,14 +120,3 @@ def sampling(model: PlannedModel, rows: float, logit_passes: int = 1) -> Kernel:
     vocab_size = 0 if model.steps is None else model.steps.vocab_size
     row_bytes = _LOGIT_BYTES * vocab_size
     return Kernel("sampling", "logits", rows * row_bytes * logit_passes, 0.0, rows * row_bytes, is_sharded=False)
-
-
-def sampler_passes(*, is_shaped: bool = False, min_p: bool = False, top_k: bool = False, top_p: bool = False) -> int:
-    """Returns the maximum number of passes over a row's logits, by the parameters of its request.
-
-    See `cluster.speculation.triton_cut`. `is_shaped`: the request has penalties, biases or masks.
-    """
-    passes = 1 + _SHAPING_PASSES * is_shaped
-    if min_p or top_k or top_p:
-        passes += _CUT_PASSES + _SEARCH_PASSES * (top_k + top_p)
-    return passes

@@ -67,10 +67,6 @@ class PredictedRound:
         return max(apart, self.draft_seconds)
 
     @property
-    def seconds_per_token(self) -> float:
-        return self.seconds / self.num_tokens
-
-    @property
     def targets_fed(self) -> float:
         """Number of targets for which one draft device can draft without delay, if their rounds are staggered."""
         without_run_ahead = round_seconds(self.draft_seconds, self.verify_seconds, self.round_trip_seconds)

@@ -13,7 +13,6 @@ The controller (`depth`) computes the last formula for sequences with different 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -107,23 +106,6 @@ def best_num_speculative_tokens(acceptance_rate: float, costs: RoundCosts, maxim
         if gain > best_speedup:
             best, best_speedup = k, gain
     return best
-
-
-def approximate_best_num_speculative_tokens(acceptance_rate: float) -> float:
-    """Returns -1 / ln a, the rule of thumb for cheap drafts.
-
-    It is the depth at which a draft survives with probability 1/e.
-    """
-    _check_rate(acceptance_rate)
-    if acceptance_rate in (0.0, 1.0):
-        return 0.0 if acceptance_rate == 0.0 else math.inf
-    return -1.0 / math.log(acceptance_rate)
-
-
-def coupled_acceptance_bound(total_variation: float) -> float:
-    """Returns (1 - TV) / (1 + TV), a lower bound of shared-noise acceptance (arXiv 2408.07978, theorem 1)."""
-    _check_rate(total_variation)
-    return (1 - total_variation) / (1 + total_variation)
 
 
 @dataclass(frozen=True, slots=True)

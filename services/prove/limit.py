@@ -38,10 +38,6 @@ class TimeLimit:
         self._has_raised = False
         self._handlers: dict[int, Any] = {}
 
-    @property
-    def remaining_seconds(self) -> float:
-        return max(0.0, self._ends_at - time.monotonic())
-
     def is_reached(self) -> bool:
         return self.reason is not None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cluster.engine.memory_plan import PlannedModel
-from cluster.planning.kernels import Segments, attention, burst_step, linears, sampler_passes, sampling, step_kernels
+from cluster.planning.kernels import Segments, attention, burst_step, linears, sampling, step_kernels
 
 _7B, _70B = PlannedModel.parse("7B"), PlannedModel.parse("70B")
 _KV_70B = 327_680  # bytes of a token: 2 * 80 layers * 8 heads * 128 * 2
@@ -57,14 +57,6 @@ def test_the_sampler_reads_the_logits_of_sampled_rows() -> None:
     assert own.num_bytes == 17 * 128_256 * 4
     assert not own.is_sharded
     assert sampling(_70B, 1, logit_passes=3).num_bytes == 3 * sampling(_70B, 1).num_bytes
-
-
-def test_passes_over_logits() -> None:
-    assert sampler_passes() == 1  # drawing
-    assert sampler_passes(is_shaped=True) == 3  # read and written before
-    assert sampler_passes(min_p=True) == 3
-    # 32 bits of an order, four in each pass
-    assert sampler_passes(top_k=True, top_p=True) == 3 + 8 + 8
 
 
 def test_a_burst_is_k_of_its_mean_step() -> None:
