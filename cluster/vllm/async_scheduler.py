@@ -51,7 +51,7 @@ class AsyncRoundScheduler(RoundScheduler, AsyncScheduler):
     """`RoundScheduler` for vLLM's V2 runner."""
 
     plans_early = True
-    couples_drafts = True  # whether the runner's speculator is ours (`cluster.vllm.plugin`)
+    couples_drafts = True  # whether the runner's speculator is ours (`cluster.vllm_plugin.registration`)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

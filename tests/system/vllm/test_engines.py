@@ -25,7 +25,7 @@ SHORT_OF_BLOCKS = {
 }
 # An engine and its draft worker take 60 CPU seconds, so `make test` runs two configurations: only `make soak` has
 # targets of vLLM in bfloat16, and preempted sequences with a draft of the PyTorch engine. With the V2 runner,
-# `tests/system/ray/test_vllm.py` has two ranks, and `tests/cluster/vllm/v2/test_device_drafts.py` has draft models.
+# `tests/system/ray/test_vllm.py` has two ranks, and `tests/cluster/vllm_plugin/test_device_drafts.py` has draft models.
 BFLOAT16 = "bfloat16 and a vLLM draft"
 VLLM_DRAFT = {"draft.drafter": "vllm", "draft.engine_args": "{enforce_eager: true}"}
 CONFIGURATIONS: dict[str, Mapping[str, object]] = {

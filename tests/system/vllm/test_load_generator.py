@@ -10,7 +10,7 @@ from pathlib import Path
 
 from bench.workload import read_counters
 from cluster.model_folder import resolve_model_folder
-from tests.cluster.vllm.v2.environment import name_vllm
+from tests.cluster.vllm_plugin.environment import name_vllm
 from tests.system.vllm.programs import Programs
 
 NUM_PROMPTS, NUM_TOKENS = 8, 32

@@ -10,7 +10,7 @@ import pytest
 from bench.workload import read_counters
 from cluster.config.file import load_config
 from services.launch.local import LocalCluster
-from tests.cluster.vllm.v2.environment import environment
+from tests.cluster.vllm_plugin.environment import environment
 from tests.soak import length
 from tests.system.shaped_cases import Body, answer, assert_alike, one_of_each_constraint, shaped_bodies
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cluster.vllm.function_wrapping import wrap_function
-from cluster.vllm.v2 import is_asked_for
+from cluster.vllm_plugin import is_asked_for
 
 
 def register() -> None:
@@ -34,7 +34,7 @@ def register() -> None:
 def _create_engine_config(original: Callable[..., Any], engine_args: Any, *arguments: Any, **options: Any) -> Any:
     if not is_asked_for(engine_args.additional_config):
         return original(engine_args, *arguments, **options)
-    from cluster.vllm.v2.front_end import check, prepare
+    from cluster.vllm_plugin.front_end import check, prepare
 
     prepare(engine_args)
     config = original(engine_args, *arguments, **options)

@@ -15,7 +15,7 @@ from .environment import ROOT, environment
 
 PROCESSOR = "cluster.vllm.coupled_sampling:CoupledSampling"
 POOL = {"draft_addresses": ["127.0.0.1:1"], "speculation": {"num_speculative_tokens": 2, "max_speculative_tokens": 3}}
-SCHEDULER = "cluster.vllm.v2.scheduler.PluginScheduler"
+SCHEDULER = "cluster.vllm_plugin.scheduler.PluginScheduler"
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
 MADE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "nothing is asked for": ({}, {"processors": None, "k": None, "scheduler": None}),
@@ -69,7 +69,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         arguments = {**model, "additional_config": additional, **case.get("settings", {})}
         lines.append(json.dumps({**arguments, "runner": case.get("runner", "1")}))
     done = subprocess.run(
-        [sys.executable, "-m", "tests.cluster.vllm.v2.configurations_program"],
+        [sys.executable, "-m", "tests.cluster.vllm_plugin.configurations_program"],
         input="\n".join(lines),
         stdout=subprocess.PIPE,
         text=True,

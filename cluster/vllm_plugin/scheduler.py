@@ -18,7 +18,7 @@ from cluster.tokenization import Tokenizer
 from cluster.transport.dialing import Dialer
 from cluster.transport.listening import Listener
 from cluster.vllm.async_scheduler import AsyncRoundScheduler
-from cluster.vllm.v2.settings import PluginSettings
+from cluster.vllm_plugin.settings import PluginSettings
 
 logger = logging.getLogger(__name__)
 

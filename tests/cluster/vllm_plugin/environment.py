@@ -6,8 +6,8 @@ import os
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-ROOT = Path(__file__).parents[4]
-_ENTRY_POINTS = "[vllm.general_plugins]\noutrider = cluster.vllm.plugin:register\n"
+ROOT = Path(__file__).parents[3]
+_ENTRY_POINTS = "[vllm.general_plugins]\noutrider = cluster.vllm_plugin.registration:register\n"
 
 
 def environment(folder: Path) -> dict[str, str]:

@@ -6,8 +6,8 @@ import pytest
 
 from cluster.config.speculation import SpeculationConfig
 from cluster.errors import ConfigurationError
-from cluster.vllm.v2 import is_asked_for
-from cluster.vllm.v2.settings import PluginSettings
+from cluster.vllm_plugin import is_asked_for
+from cluster.vllm_plugin.settings import PluginSettings
 
 
 def settings(**section: Any) -> PluginSettings:

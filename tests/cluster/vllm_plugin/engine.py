@@ -24,7 +24,7 @@ class Engine:
 
     def __init__(self, folder: Path, additional_config: dict[str, Any], **settings: Any) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.cluster.vllm.v2.engine_program"],
+            [sys.executable, "-m", "tests.cluster.vllm_plugin.engine_program"],
             cwd=ROOT,
             env={**environment(folder), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
             stdin=subprocess.PIPE,

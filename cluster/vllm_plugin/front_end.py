@@ -25,11 +25,11 @@ from cluster.vllm import compatibility
 from cluster.vllm.coupling import Coupling
 from cluster.vllm.engine_args import COUPLED_SAMPLING, allow_bias, carrier
 from cluster.vllm.function_wrapping import wrap_function
-from cluster.vllm.v2 import is_asked_for
-from cluster.vllm.v2.settings import PluginSettings
+from cluster.vllm_plugin import is_asked_for
+from cluster.vllm_plugin.settings import PluginSettings
 
 _K = "num_speculative_tokens"
-_SCHEDULER = "cluster.vllm.v2.scheduler.PluginScheduler"
+_SCHEDULER = "cluster.vllm_plugin.scheduler.PluginScheduler"
 _INT64 = range(-(2**63), 2**63)
 
 

@@ -16,7 +16,7 @@ from .environment import ROOT, environment
 def run_program(module: str, asked: Mapping[str, Any], folder: Path) -> dict[str, dict[str, Any]]:
     """Runs `module` of this folder. Returns its lines by `way`."""
     done = subprocess.run(
-        [sys.executable, "-m", f"tests.cluster.vllm.v2.{module}"],
+        [sys.executable, "-m", f"tests.cluster.vllm_plugin.{module}"],
         cwd=ROOT,
         env={**environment(folder), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
         input=json.dumps(asked) + "\n",

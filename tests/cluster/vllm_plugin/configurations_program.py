@@ -14,7 +14,7 @@ import sys
 def main() -> None:
     from vllm.engine.arg_utils import EngineArgs
 
-    from cluster.vllm.plugin import register
+    from cluster.vllm_plugin.registration import register
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
