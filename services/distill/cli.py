@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -26,6 +27,8 @@ from services.distill.card import Distilled, by_position, model_card
 
 if TYPE_CHECKING:
     from services.training.traffic import RecordedAnswer
+
+logger = logging.getLogger(__name__)
 
 _HELD_OUT_ONE_IN = 10
 
@@ -55,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("model", "parallel", "eagle", "medusa"),
         default="model",
         help="what to train, as in `draft.drafter`; model: a draft; parallel: one that drafts all tokens of a proposal "
-        "in one step (PARD); eagle: an EAGLE-3 head; medusa: Medusa heads; default model",
+        "in one step (PARD); eagle: an EAGLE-3 head; medusa: Medusa heads (deprecated); default model",
     )
     parser.add_argument(
         "--draft",
@@ -115,6 +118,8 @@ def _run(arguments: argparse.Namespace) -> int:
     from services.training.recipe import Recipe
     from services.training.traffic import is_held_out
 
+    if arguments.drafter == "medusa":
+        logger.warning("--drafter medusa is deprecated: train an EAGLE-3 head, whose drafts see each other")
     model = f"target.model={arguments.target}"
     settings = ["router.port=0", "logging.level=warning", model, "speculation.num_speculative_tokens=0"]
     config = load_config(None, [*settings, *arguments.overrides], os.environ)
