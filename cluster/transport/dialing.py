@@ -22,12 +22,12 @@ KEEPALIVE: Options = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.ping_timeout_ms", 2000),
 )
-# Workers are called directly. By default gRPC may take minutes to reconnect to one that was away for minutes.
 _OPTIONS: Options = (
     ("grpc.enable_http_proxy", 0),
+    # By default gRPC may take minutes to reconnect to a worker that was away for minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 300),
+    ("grpc.min_reconnect_backoff_ms", 1000),  # limit of an attempt: TLS takes three round trips, and a busy host longer
 )
 _MAX_REASON_CHARACTERS = 200
 
