@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from bench.draft_levels import QWEN_2_5_0_5B
 from bench.gpu_rows import milliseconds
 from cluster.config import Config
 from cluster.config.workers import Numerics
@@ -58,6 +57,19 @@ LLAMA_1B: Shape = {
     "num_key_value_heads": 8,
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
+}
+QWEN_2_5_0_5B: Shape = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 151_936,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+    "max_position_embeddings": 4096,
 }
 DRAFTS: Mapping[str, tuple[Shape, Quantization | None]] = {
     "1B": (LLAMA_1B, None),

@@ -11,11 +11,6 @@ from bench.report.page import Results, markdown
 from bench.speedup import AUTO
 from bench.trees import KINDS
 
-_LEVELS = {
-    "2M, Sapphire Rapids": "draft_levels.json",
-    "2M, Zen 5": "draft_levels-zen5.json",
-    "0.5B in INT8, Zen 4": "draft_levels-0.5b-int8.json",
-}
 _COMPARED_DEPTH = "3"
 _HEADS = {
     "model": "2M",
@@ -81,16 +76,6 @@ def _of_one_stream(results: Results, name: str) -> dict[tuple[str, float], str]:
     return cells
 
 
-def draft_levels(results: Results) -> str:
-    levels = {
-        title: {level["num_sequences"]: level["level"]["median"] for level in results.read(name)["levels"]}
-        for title, name in _LEVELS.items()
-    }
-    counts = sorted({count for own in levels.values() for count in own})
-    rows = [[count, *(f"{own[count]:.2f}" if count in own else "" for own in levels.values())] for count in counts]
-    return markdown(["sequences", *levels], rows)
-
-
 def trees(results: Results) -> str:
     rows = []
     for point in results.read("trees.json")["points"]:
@@ -122,7 +107,6 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "trace": trace,
     "drafters": drafters,
     "heads": heads,
-    "draft-levels": draft_levels,
     "trees": trees,
     "distill": distill,
 }

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bench import gpu_rows, gpu_vllm, roofline, vllm_ladder
+from bench import gpu_rows, gpu_vllm, roofline
 from bench.report.page import Results, markdown
 
 _ENGINE_FILES = ("gpu.json", "gpu-engine-target.json", "gpu-engine-draft.json")
@@ -18,11 +18,6 @@ _PRODUCT_ROWS = (1, 16, 64, 2048)
 def vllm(results: Results) -> str:
     document = results.read("gpu-vllm.json")
     return f"{_run(document)}\n\n{gpu_vllm.table(document)}"
-
-
-def ladder(results: Results) -> str:
-    document = results.read("vllm-ladder.json")
-    return f"{_run(document)}\n\n{vllm_ladder.table(document)}"
 
 
 def _run(document: Mapping[str, Any]) -> str:
@@ -97,7 +92,6 @@ def resources(results: Results) -> str:
 
 TABLES: dict[str, Callable[[Results], str]] = {
     "gpu-vllm": vllm,
-    "gpu-ladder": ladder,
     "gpu-speedup": speedup,
     "gpu-steps": steps,
     "gpu-checks": checks,
