@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import threading
@@ -128,22 +127,6 @@ def run_window(
         for future in running:
             future.result()
     return Run(round(after - before), ended_at - started_at)
-
-
-def token_times(
-    url: str, prompt: Sequence[int], seed: int, temperature: float, num_speculative_tokens: int | None, max_tokens: int
-) -> list[float]:
-    """Returns the time at which each token of one streamed answer came, in seconds."""
-    body = _body(prompt, seed, temperature, num_speculative_tokens, max_tokens)
-    body |= {"stream": True, "return_token_ids": True}
-    times: list[float] = []
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=600) as response:
-        response.raise_for_status()
-        for line in response.iter_lines():
-            if line.startswith("data: {"):
-                token_ids = json.loads(line.removeprefix("data: "))["choices"][0].get("token_ids") or ()
-                times += [time.perf_counter()] * len(token_ids)
-    return times
 
 
 def _body(

@@ -1,4 +1,4 @@
-"""Tables of drafters, trees, distilled drafts, and of the controller of the depth."""
+"""Tables of drafters and trees."""
 
 from __future__ import annotations
 
@@ -20,21 +20,6 @@ _HEADS = {
     "medusa=medusa": "Medusa",
     "ngram": "n-gram",
 }
-
-
-def trace(results: Results) -> str:
-    document = results.read("trace.json")
-    rows = []
-    for one in document["traces"]:
-        own, best = (one[who]["tokens"] for who in ("controller", "oracle"))
-        size = len(own) // len(one["phases"])
-        phases = (f"{_regret(own, best, start, size):.1%}" for start in range(0, len(own), size))
-        rows.append([one["trace"], ", ".join(phases), f"{one['regret']:.1%}"])
-    return markdown(["trace", "regret by phase", "of all"], rows)
-
-
-def _regret(own: list[float], best: list[float], start: int, size: int) -> float:
-    return 1 - sum(own[start : start + size]) / sum(best[start : start + size])
 
 
 def drafters(results: Results) -> str:
@@ -90,23 +75,8 @@ def trees(results: Results) -> str:
     return markdown(["T", "nodes", *KINDS], rows)
 
 
-def distill(results: Results) -> str:
-    document = results.read("distill.json")
-    rows = [
-        (
-            f"{old['temperature']:g}",
-            f"{old['rate']:.3f} → {new['rate']:.3f}",
-            f"{old['length']:.2f} → {new['length']:.2f}",
-        )
-        for old, new in zip(document["before"], document["after"], strict=True)
-    ]
-    return markdown(["T", "accepted", "tokens a round"], rows)
-
-
 TABLES: dict[str, Callable[[Results], str]] = {
-    "trace": trace,
     "drafters": drafters,
     "heads": heads,
     "trees": trees,
-    "distill": distill,
 }

@@ -1,13 +1,10 @@
-"""Tables of the engine's steps on CPUs, and of the planner, doctor, tuner and simulator."""
+"""Tables of the engine's steps on CPUs, and of the simulator."""
 
 from __future__ import annotations
 
-import itertools
-import re
 import statistics
 from collections.abc import Callable
 
-from bench import plan as plan_bench
 from bench.report.page import Results, markdown, percent
 
 _ENGINES = {"Sapphire Rapids": "engine.json", "Zen 4": "engine-zen4.json", "Zen 5": "engine-zen5.json"}
@@ -27,44 +24,6 @@ def engine(results: Results) -> str:
     return markdown(["weights", "instructions", *_ENGINES], rows)
 
 
-def plan(results: Results) -> str:
-    cells: dict[int, dict[str, str]] = {}
-    for case in results.read("plan.json")["cases"]:
-        own = plan_bench.Case(*(case[key] for key in ("num_streams", "depth", "acceptance", "predicted", "measured")))
-        predicted, measured = map(statistics.median, (own.predicted, own.measured))
-        cells.setdefault(own.num_streams, {})[f"k = {own.depth}"] = f"{predicted:.0f}/{measured:.0f} ({own.ratio:.2f})"
-    titles = list(next(iter(cells.values())))
-    return markdown(["streams", *titles], ([streams, *own.values()] for streams, own in cells.items()))
-
-
-def doctor(results: Results) -> str:
-    rows = []
-    for sickness, of_sickness in itertools.groupby(
-        results.read("doctor.json")["sick"], key=lambda one: one["sickness"]
-    ):
-        own = list(of_sickness)
-        first = [(one["report"]["findings"] or [{"name": "", "loss": None}])[0] for one in own]
-        cells = (
-            [one["strength"] for one in own],
-            [f"{one['loss']:.2f}" for one in own],
-            ["none" if finding["loss"] is None else f"{finding['loss']:.2f}" for finding in first],
-            ["yes" if finding["name"] == sickness else "no" for finding in first],
-        )
-        rows.append([sickness, *map(", ".join, cells)])
-    return markdown(["sickness", "strengths", "loss", "predicted", "named first"], rows)
-
-
-def tune(results: Results) -> str:
-    rows = []
-    for cluster in results.read("tune.json")["clusters"]:
-        for trial in cluster["trials"]:
-            found = re.fullmatch(r"(.+): ([\d.]+) times \((\S+) to (\S+)\), kept", trial)
-            if found is not None:
-                change, ratio, low, high = found.groups()
-                rows.append([cluster["sickness"], f"`{change}`", f"{ratio} ({low}-{high})"])
-    return markdown(["cluster", "kept change", "ratio (range)"], rows)
-
-
 def simulate(results: Results) -> str:
     document = results.read("simulate.json")
     rows = []
@@ -79,8 +38,5 @@ def simulate(results: Results) -> str:
 
 TABLES: dict[str, Callable[[Results], str]] = {
     "engine": engine,
-    "plan": plan,
-    "doctor": doctor,
-    "tune": tune,
     "simulate": simulate,
 }
