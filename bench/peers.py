@@ -32,7 +32,6 @@ import yaml
 from bench.llama_cpp import convert, llama_server
 from bench.machine import describe_machine
 from bench.models import make_pair
-from bench.plot_peers import plot
 from bench.workload import held_out_prompts, p99, read_counters
 from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder
@@ -143,7 +142,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "hf" in arguments.systems:
             _assisted(folder, arguments)
     print(table(json.loads(arguments.out.read_text(encoding="utf-8"))))
-    plot(arguments.out)
     return 0
 
 

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from bench.machine import describe_machine
-from bench.plot import plot
 from bench.workload import Run, held_out_prompts, read_counters, run_streams, run_window
 from cluster.config import Config
 from cluster.config.file import load_config
@@ -169,7 +168,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 points.append(measure(plain, speculative, depths, num_streams, temperature, arguments, model=model))
                 print(_rows(points[-1]), flush=True)
                 _write(arguments.out, config, arguments, points)
-    plot(arguments.out)
     return 0
 
 
@@ -303,9 +301,7 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         help="count what comes in so many seconds while every stream is busy; else all prompts are answered once",
     )
-    parser.add_argument(
-        "--out", type=Path, default=Path("bench/results/speedup.json"), help="the plot goes beside it, as .svg"
-    )
+    parser.add_argument("--out", type=Path, default=Path("bench/results/speedup.json"))
     return parser
 
 
