@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.machine import describe_machine
+from bench.result import describe_machine, write_result
 from bench.speedup import MEASURED, READY_TIMEOUT_SECONDS, Depth, Point, measure, spread, without_speculation
 from cluster.config import Config
 from cluster.config.file import load_config
@@ -115,7 +114,6 @@ def main(argv: Sequence[str] | None = None) -> None:
                     )
                     results.append(Measured(name, acceptance, gigabytes, point))
                     print(results[-1].row(), flush=True)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     document = {
         "target": base.target.model,
         "machine": describe_machine(),
@@ -123,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "max_tokens": arguments.max_tokens,
         "points": [measured.to_json() for measured in results],
     }
-    arguments.out.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    write_result(arguments.out, document)
 
 
 def _settings(name: str) -> tuple[str, ...]:

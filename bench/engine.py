@@ -8,7 +8,6 @@ quartiles. `--instruction-sets amx,avx512_bf16,portable` compares what the CPU k
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import statistics
@@ -20,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from bench.machine import describe_machine
+from bench.result import describe_machine, write_result
 from cluster.config import Config
 from cluster.config.workers import QuantizationName
 from cluster.engine import cpu_kernels
@@ -182,7 +181,6 @@ def main() -> None:
             )
     bandwidth = (before, read_bandwidth())
     print(f"\nread bandwidth before and after: {bandwidth[0]:.1f}, {bandwidth[1]:.1f} GB/s")
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     document = {
         "model": arguments.model,
         "threads": arguments.threads,
@@ -190,7 +188,7 @@ def main() -> None:
         "read_bandwidth": bandwidth,
         "steps": [asdict(result) for result in results],
     }
-    arguments.out.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    write_result(arguments.out, document)
 
 
 if __name__ == "__main__":

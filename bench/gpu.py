@@ -24,6 +24,7 @@ import torch
 
 from bench import gpu_steps, gpu_vllm
 from bench.models import WIDE_DRAFT
+from bench.result import write_result
 from cluster.engine.model import TorchModel
 
 OUT = Path("bench/results/gpu-steps.json")
@@ -126,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_steps = arguments.part == "steps"
     for part in measure_steps(torch.device("cuda")) if is_steps else measure_clusters(arguments.pair, further):
         document |= part
-        out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        write_result(out, document)
         gc.collect()
         torch.cuda.empty_cache()
     print(table(document), flush=True)

@@ -10,7 +10,6 @@ the CPU and on the same GPU.
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -37,8 +36,8 @@ from bench.gpu_rows import (
     milliseconds,
     not_listed,
 )
-from bench.machine import describe_machine
 from bench.models import make_pair
+from bench.result import describe_machine, write_result
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.speculation.sampling import Sampler, SampleRequest, perturbed_logits
@@ -194,7 +193,7 @@ def run(checks: dict[str, Callable[[], list[Row]]], out: Path) -> list[Row]:
             print(f"{VERDICTS[row.held]}: {row.check}: {row.seen} {row.figures or ''}", flush=True)
         rows += found
         document = {"date": today, "machine": machine, "rows": [asdict(row) for row in rows]}
-        out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        write_result(out, document)
     return rows
 
 

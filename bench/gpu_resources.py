@@ -8,7 +8,6 @@ that a launch requests in addition to the code's own. Architectures: 8.0 A100, 8
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from bench.result import write_result
 from cluster.engine.gpu_kernels import gate, norm, product, rotation
 from cluster.engine.gpu_kernels import paged_attention as attention
 from cluster.engine.gpu_kernels.product_tiles import TILES
@@ -198,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = [resources(kernel, capability) for kernel in kernels() for capability in CAPABILITIES]
     print(table(found))
     document = {"triton": triton.__version__, "kernels": [asdict(one) for one in found]}
-    arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write_result(arguments.out, document)
     return 0
 
 

@@ -32,6 +32,7 @@ import httpx
 import yaml
 
 from bench.exactness import answers, num_differing
+from bench.result import write_result
 from bench.workload import held_out_prompts, read_counters
 from cluster.config import Config
 from cluster.config.file import load_config
@@ -105,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             up = _wait(servers)
             for rates in _measure(up, arguments):
                 document = _document(up, rates, exactness, arguments)
-                arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+                write_result(arguments.out, document)
             print(table(document), flush=True)
         finally:
             for server in servers:

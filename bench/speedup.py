@@ -11,7 +11,6 @@ judged on those between.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections import Counter
@@ -21,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.machine import describe_machine
+from bench.result import describe_machine, write_result
 from bench.workload import Run, held_out_prompts, read_counters, run_streams, run_window
 from cluster.config import Config
 from cluster.config.file import load_config
@@ -267,7 +266,6 @@ def _rows(point: Point) -> str:
 
 
 def _write(path: Path, config: Config, arguments: argparse.Namespace, points: Sequence[Point]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     result = {
         "target": config.target.model_dump(mode="json"),
         "draft": config.draft.model_dump(mode="json"),
@@ -278,7 +276,7 @@ def _write(path: Path, config: Config, arguments: argparse.Namespace, points: Se
         "machine": describe_machine(),
         "points": [point.to_json() for point in points],
     }
-    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_result(path, result)
 
 
 def _parser() -> argparse.ArgumentParser:
