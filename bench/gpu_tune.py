@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from bench.gpu_product_check import microseconds, operands
-from bench.gpu_steps import LLAMA_8B, config_of
+from bench.gpu import LLAMA_8B, config_of
+from bench.gpu_kernels import microseconds, operands
 from bench.result import write_result
 from cluster.engine.gpu_kernels.product_tiles import TILES, Tile, num_parts, uses_programs_of_parts
 from cluster.engine.model_config import ModelConfig

@@ -1,4 +1,4 @@
-"""Tables of runs on a GPU, and of kernels that are compiled for one."""
+"""Tables of runs on a GPU."""
 
 from __future__ import annotations
 
@@ -74,27 +74,10 @@ def products(results: Results) -> str:
     )
 
 
-def resources(results: Results) -> str:
-    found: dict[str, list[dict[str, Any]]] = {}
-    for one in results.read("gpu-resources.json")["kernels"]:
-        family = ", ".join(one["kernel"].split(", ")[: 2 if one["kernel"].startswith("attention") else 1])
-        found.setdefault("others" if family in ("norm", "rotation", "gate", "noise") else family, []).append(one)
-    rows = [
-        [
-            family,
-            *(max(one[key] for one in kernels) for key in ("registers", "spilled_bytes")),
-            f"{max(one['shared_bytes'] for one in kernels) / 1024:.0f}",
-        ]
-        for family, kernels in found.items()
-    ]
-    return markdown(["kernels", "registers", "bytes spilled", "shared KiB"], rows)
-
-
 TABLES: dict[str, Callable[[Results], str]] = {
     "gpu-vllm": vllm,
     "gpu-speedup": speedup,
     "gpu-steps": steps,
     "gpu-checks": checks,
     "gpu-products": products,
-    "gpu-resources": resources,
 }
