@@ -16,6 +16,7 @@ import httpx
 from cluster.config import Config
 from cluster.model_folder import resolve_model_folder
 from cluster.tokenization import Tokenizer
+from services.prove.client import ask_all
 from services.training.corpus import held_out_texts
 
 PROMPT_TOKENS = (32, 160)
@@ -64,17 +65,11 @@ def run_streams(
     max_tokens: int,
 ) -> Run:
     """Sends every prompt, `num_streams` at a time, and waits for all answers. A prompt's index is its seed."""
-
-    def generate(index: int) -> int:
-        body = _body(prompts[index], index, temperature, num_speculative_tokens, max_tokens)
-        response = client.post("/v1/completions", json=body)
-        response.raise_for_status()
-        return int(response.json()["usage"]["completion_tokens"])
-
-    with httpx.Client(base_url=url, timeout=600) as client, ThreadPoolExecutor(num_streams) as threads:
-        started_at = time.perf_counter()
-        num_tokens = sum(threads.map(generate, range(len(prompts))))
-        return Run(num_tokens, time.perf_counter() - started_at)
+    bodies = [
+        _body(prompt, seed, temperature, num_speculative_tokens, max_tokens) for seed, prompt in enumerate(prompts)
+    ]
+    burst = ask_all(url, bodies, num_streams=num_streams, is_streamed=False)
+    return Run(sum(answer.num_tokens for answer in burst.answers), burst.seconds)
 
 
 def run_window(
