@@ -20,10 +20,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from bench.fault_client import Question
-from bench.fault_cluster import KINDS, FaultCluster, Kind
-from bench.fault_load import Row, make_questions, print_head, print_row, row_of, under_load
-from bench.fault_network import Network, make_network
+from bench.fault_cluster import KINDS, FaultCluster, Kind, Network, make_network
+from bench.fault_load import Question, Row, make_questions, print_head, print_row, row_of, under_load
 from bench.result import describe_machine, write_result
 from cluster.config import Config
 from cluster.config.file import load_config

@@ -21,9 +21,8 @@ from pathlib import Path
 
 import httpx
 
-from bench.fault_client import Clients, Question
-from bench.fault_cluster import KINDS, FaultCluster, Program
-from bench.fault_network import make_network
+from bench.fault_cluster import KINDS, FaultCluster, Program, make_network
+from bench.fault_load import Clients, Question
 from bench.faults import FAULTS, SETTINGS, Durations
 from bench.result import describe_machine, write_result
 from bench.workload import read_counters
