@@ -1,4 +1,4 @@
-"""Tables of drafters and trees."""
+"""Tables of drafters, trees and the engine's steps on CPUs."""
 
 from __future__ import annotations
 
@@ -75,8 +75,26 @@ def trees(results: Results) -> str:
     return markdown(["T", "nodes", *KINDS], rows)
 
 
+_ENGINES = {"Sapphire Rapids": "engine.json", "Zen 4": "engine-zen4.json", "Zen 5": "engine-zen5.json"}
+_SHAPES = ((1, 1), (1, 16), (1, 64), (64, 1))  # sequences, rows of each
+
+
+def engine(results: Results) -> str:
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for processor, name in _ENGINES.items():
+        times: dict[tuple[str, str], dict[tuple[int, int], float]] = {}
+        for step in results.read(name)["steps"]:
+            shape = step["num_sequences"], step["num_tokens"]
+            times.setdefault((step["weights"], step["instructions"]), {})[shape] = step["milliseconds"]
+        for key, own in times.items():
+            cells.setdefault(key, {})[processor] = "/".join(f"{own[shape]:.1f}" for shape in _SHAPES)
+    rows = [[*key, *(own.get(processor, "") for processor in _ENGINES)] for key, own in cells.items()]
+    return markdown(["weights", "instructions", *_ENGINES], rows)
+
+
 TABLES: dict[str, Callable[[Results], str]] = {
     "drafters": drafters,
     "heads": heads,
     "trees": trees,
+    "engine": engine,
 }
