@@ -248,7 +248,8 @@ def _exact_config(kind: str, where: str, arguments: argparse.Namespace) -> Confi
 
 def _wait(servers: Sequence[Server]) -> list[Server]:
     """Waits for `servers`, and returns those that came up."""
-    started_at, up = time.monotonic(), []
+    started_at = time.monotonic()
+    up: list[Server] = []
     for server in servers:
         while not (is_up := server.is_up()) and not server.child.has_ended():
             if time.monotonic() > started_at + _READY_SECONDS:
