@@ -26,8 +26,8 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.cells import write_cells
 from bench.in_process import SIMULATED
+from bench.result import write_cells
 from cluster.config.file import load_config
 from cluster.engine.memory_plan import PlannedModel
 from cluster.placement.rendezvous import rendezvous_rank

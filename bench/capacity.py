@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import heapq
 import itertools
-import json
 import multiprocessing
 import queue
 import random
@@ -34,7 +33,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from bench.in_process import SIMULATED, SimulatedCluster
-from bench.machine import describe_machine
+from bench.result import describe_machine, write_result
 from bench.workload import p99
 from cluster.config import Config
 from cluster.config.file import load_config
@@ -168,14 +167,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     print(f"\n{capacity_table(capacities)}\n")
     print("\n".join(crossings(capacities)))
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     result = {
         "machine": describe_machine(),
         "arguments": {key: str(value) for key, value in vars(arguments).items() if key != "out"},
         "points": {name: [asdict(point) for point in own] for name, own in points.items()},
         "capacities": [asdict(one) for one in capacities],
     }
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_result(arguments.out, result)
     return 0
 
 

@@ -16,7 +16,6 @@ rest has to decode as fast as without the worker.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -26,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench.in_process import SIMULATED, SimulatedCluster
-from bench.machine import describe_machine
+from bench.result import describe_machine, write_result
 from bench.rounds import RoundsTime, time_rounds
 from cluster.config.file import load_config
 from cluster.interpreter import keep_collections_short
@@ -120,8 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "costs": [asdict(cost) for repeats in costs.values() for cost in repeats],
         "third": asdict(third),
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_result(arguments.out, result)
     return 0
 
 

@@ -3,22 +3,20 @@
 Prints the cost of a draft step, the acceptance, and the k with the largest speedup over a cluster without speculation.
 The measurements of both clusters and of every k are interleaved as in `bench.speedup`. A drafter is one of the names
 below, or `draft.drafter` and `draft.model`, such as `eagle=FOLDER`. With `--acceptances greedy` a drafter proposes its
-likeliest tokens, without the noise of the target. On the target that `bench.models` widens, layer-skip has the
-acceptance of the bundled target with 12M parameters, not that of a trained model of this size.
+likeliest tokens, without the noise of the target.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.machine import describe_machine
+from bench.result import describe_machine, write_result
 from bench.speedup import MEASURED, READY_TIMEOUT_SECONDS, Depth, Point, measure, spread, without_speculation
 from cluster.config import Config
 from cluster.config.file import load_config
@@ -35,8 +33,6 @@ DRAFTERS: dict[str, tuple[str, ...]] = {
     "model, int4 g128": ("draft.quantization=int4", "draft.quantization_group_size=128"),
     "self-int4 g32": ("draft.drafter=self-int4", "draft.quantization_group_size=32"),
     "self-int4 g128": ("draft.drafter=self-int4", "draft.quantization_group_size=128"),
-    "layer-skip, even": ("draft.drafter=layer-skip", "draft.layers=even"),
-    "layer-skip, last-half": ("draft.drafter=layer-skip", "draft.layers=last-half"),
     "ngram": ("draft.drafter=ngram",),
     "eagle": ("draft.drafter=eagle", "draft.model=outrider-eagle-12m"),
 }
@@ -115,7 +111,6 @@ def main(argv: Sequence[str] | None = None) -> None:
                     )
                     results.append(Measured(name, acceptance, gigabytes, point))
                     print(results[-1].row(), flush=True)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     document = {
         "target": base.target.model,
         "machine": describe_machine(),
@@ -123,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "max_tokens": arguments.max_tokens,
         "points": [measured.to_json() for measured in results],
     }
-    arguments.out.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    write_result(arguments.out, document)
 
 
 def _settings(name: str) -> tuple[str, ...]:

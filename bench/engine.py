@@ -1,61 +1,41 @@
 """A verify step of the engine, whole, against the speed at which memory can be read: `python -m bench.engine`.
 
 A step is packing, the forward pass and sampling at T = 1. Its bandwidth counts the weights once; a context of 200
-tokens is attended to by every row. A tree of 16 nodes is compared with a chain of as many, which should take as long;
-then follow sampling and the target's loop, apart. What is compared is interleaved; figures are medians with their
+tokens is attended to by every row. Models and instruction sets are measured in turn; figures are medians with their
 quartiles. `--instruction-sets amx,avx512_bf16,portable` compares what the CPU kernels can be made of.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
-from bench.machine import describe_machine
-from bench.step_parts import (
-    SAMPLED_ROWS,
-    Milliseconds,
-    measure_framework,
-    measure_sampling,
-    print_framework,
-    print_sampling,
-    timed_kernels,
-)
+from bench.result import describe_machine, write_result
 from cluster.config import Config
 from cluster.config.workers import QuantizationName
+from cluster.engine import cpu_kernels
 from cluster.engine.batch import Segment
 from cluster.engine.cpu_kernels import VARIABLE, instruction_set
 from cluster.engine.cpu_model import CpuModel
 from cluster.engine.runner import ModelRunner
+from cluster.speculation import gumbel_max
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.speculation.sampling import Sampler, SampleRequest
 
 CONTEXT_LEN = 200
 SHAPES = ((1, 1), (1, 2), (1, 4), (1, 8), (1, 16), (1, 64), (8, 1), (64, 1))  # sequences, tokens of each
-TREE = [-1, *((node - 1) // 2 for node in range(1, 16))]  # parents: every node has two children, down to depth 3
+_KERNELS = ((cpu_kernels.kernels, "decode"), (gumbel_max._sampling, "draw"))
 WARM_UP = 3
-
-
-@dataclass(frozen=True, slots=True)
-class TreeTime:
-    """A verify step of one sequence, as a tree and as a chain of as many tokens."""
-
-    weights: str
-    instructions: str | None
-    num_nodes: int
-    chain: Milliseconds
-    tree: Milliseconds
-    tree_over_chain: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,17 +82,28 @@ class Engine:
             logits, [SampleRequest(params, NoiseKey(i, 1), t, start, num_tokens) for i, t in enumerate(texts)]
         )
 
-    def verify_tree(self) -> None:
-        """As `step(1, 16)`, with the tokens in a tree."""
-        text, start = self._texts[0], CONTEXT_LEN - len(TREE)
-        segment = Segment(text[start:], start, self._tables[0], len(TREE), TREE)
-        logits = self.runner.run([segment])
-        lengths = [start + len(path) for path in segment.paths()]
-        params, key = SamplingParams(temperature=1.0), NoiseKey(0, 1)
-        self._sampler.sample(logits, [SampleRequest(params, key, range(length), start) for length in lengths])
 
-    def logits(self, num_rows: int) -> torch.Tensor:
-        return self.runner.run([Segment(self._texts[0][-num_rows:], CONTEXT_LEN - num_rows, self._tables[0], num_rows)])
+@contextmanager
+def timed_kernels() -> Iterator[list[float]]:
+    """Collects the seconds that calls of the kernels take."""
+    seconds: list[float] = []
+    originals = [(module, name, getattr(module, name)) for module, name in _KERNELS if module is not None]
+
+    def timed(kernel: Callable[..., None]) -> Callable[..., None]:
+        def call(*arguments: object) -> None:
+            started_at = time.perf_counter()
+            kernel(*arguments)
+            seconds.append(time.perf_counter() - started_at)
+
+        return call
+
+    for module, name, kernel in originals:
+        setattr(module, name, timed(kernel))
+    try:
+        yield seconds
+    finally:
+        for module, name, kernel in originals:
+            setattr(module, name, kernel)
 
 
 def measure(engines: Sequence[Engine], shape: tuple[int, int], repeats: int) -> list[Measured]:
@@ -142,29 +133,6 @@ def measure(engines: Sequence[Engine], shape: tuple[int, int], repeats: int) -> 
             )
         )
     return results
-
-
-def measure_tree(engine: Engine, repeats: int) -> TreeTime:
-    chains, trees = [], []
-    for _ in range(WARM_UP + repeats):
-        started_at = time.perf_counter()
-        engine.step(1, len(TREE))
-        chain_at = time.perf_counter()
-        engine.verify_tree()
-        chains.append(chain_at - started_at)
-        trees.append(time.perf_counter() - chain_at)
-    chain, tree = Milliseconds.of(chains[WARM_UP:]), Milliseconds.of(trees[WARM_UP:])
-    return TreeTime(engine.weights, engine.instructions, len(TREE), chain, tree, tree.median / chain.median)
-
-
-def print_trees(results: Sequence[TreeTime]) -> None:
-    print("\n| weights | instructions | nodes | chain, ms | tree, ms | tree / chain |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    for r in results:
-        print(
-            f"| {r.weights} | {r.instructions or '-'} | {r.num_nodes} | {r.chain} | {r.tree} "
-            f"| {r.tree_over_chain:.2f} |"
-        )
 
 
 def read_bandwidth(repeats: int = 9) -> float:
@@ -211,26 +179,16 @@ def main() -> None:
                 f"| {ratio:.2f} | {result.outside_kernels_ms:.2f} |",
                 flush=True,
             )
-    trees = [measure_tree(engine, arguments.repeats) for engine in engines]
-    print_trees(trees)
-    sampling = measure_sampling(engines[0].logits(max(SAMPLED_ROWS)), arguments.repeats)
-    print_sampling(sampling)
-    framework = measure_framework(engines[0].runner, arguments.repeats)
-    print_framework(framework)
     bandwidth = (before, read_bandwidth())
     print(f"\nread bandwidth before and after: {bandwidth[0]:.1f}, {bandwidth[1]:.1f} GB/s")
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     document = {
         "model": arguments.model,
         "threads": arguments.threads,
         "machine": machine,
         "read_bandwidth": bandwidth,
         "steps": [asdict(result) for result in results],
-        "trees": [asdict(result) for result in trees],
-        "sampling": [asdict(result) for result in sampling],
-        "framework": [asdict(result) for result in framework],
     }
-    arguments.out.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    write_result(arguments.out, document)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 import httpx
 
-from bench.machine import describe_machine
+from bench.result import describe_machine, write_result
 from bench.workload import held_out_prompts, read_counters
 from cluster.config.file import load_config
 from cluster.engine.cpu_kernels import LANES_VARIABLE, VARIABLE, InstructionSet, kernels
@@ -159,8 +159,7 @@ def main() -> None:
             numbers = f"{row['num_different_tokens']} of {row['num_tokens']}"
             print(f"{row['instruction_set']}: {numbers} tokens differ", flush=True)
             result = {**about, "rows": list(rows.values())}
-            arguments.out.parent.mkdir(parents=True, exist_ok=True)
-            arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+            write_result(arguments.out, result)
 
 
 def _rows_in(path: Path, about: Mapping[str, object]) -> dict[str, Row]:

@@ -23,8 +23,7 @@ import yaml
 from ray import serve
 from ray.cluster_utils import Cluster
 
-from bench.fault_client import Question
-from bench.fault_load import Answers, Row, print_head, print_row, row_of, under_load
+from bench.fault_load import Answers, Question, Row, print_head, print_row, row_of, under_load
 from cluster.config import Config
 from cluster.config.file import load_config
 from cluster.owned_folder import sweep

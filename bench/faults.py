@@ -12,7 +12,6 @@ nodes, drafts scaled up and down, a rolling update. The bench does not restart l
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import sys
 import time
@@ -21,11 +20,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from bench.fault_client import Question
-from bench.fault_cluster import KINDS, FaultCluster, Kind
-from bench.fault_load import Row, make_questions, print_head, print_row, row_of, under_load
-from bench.fault_network import Network, make_network
-from bench.machine import describe_machine
+from bench.fault_cluster import KINDS, FaultCluster, Kind, Network, make_network
+from bench.fault_load import Question, Row, make_questions, print_head, print_row, row_of, under_load
+from bench.result import describe_machine, write_result
 from cluster.config import Config
 from cluster.config.file import load_config
 
@@ -88,8 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "bar": {"pause_s": MAX_PAUSE_SECONDS},
         "rows": [{name: getattr(row, name) for name in Row.__slots__} for row in rows],
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_result(out, result)
     return int(any(row.num_failed or row.num_different_tokens for row in rows))
 
 

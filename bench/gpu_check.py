@@ -2,30 +2,28 @@
 
 Each check is a row: its subject, whether it held, and its figures. A check that fails or raises is a row too, and the
 others still run. Choices and noise are compared with the CPU's, answers with those of a cluster without drafts, and the
-Triton kernels with PyTorch's operators (`bench.gpu_kernels_check`, `bench.gpu_product_check`). Speed is measured with
-the bundled target widened by `bench.models`, which keeps the acceptance of the bundled pair. The bundled draft runs on
-the CPU and on the same GPU.
+kernels with PyTorch's operators (`bench.gpu_kernels`). Speed is measured with the bundled target widened by
+`bench.models`, which keeps the acceptance of the bundled pair. The bundled draft runs on the CPU and on the same GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from bench import gpu_kernels_check, gpu_product_check
+from bench import gpu_kernels
 from bench.gpu_rows import (
     PAIR_INTERMEDIATE_SIZE,
     PAIR_WIDTH_FACTOR,
@@ -37,12 +35,13 @@ from bench.gpu_rows import (
     milliseconds,
     not_listed,
 )
-from bench.machine import describe_machine
 from bench.models import make_pair
+from bench.result import describe_machine, write_result
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.speculation.sampling import Sampler, SampleRequest, perturbed_logits
 from cluster.speculation.scoring import token_logprobs
+from cluster.speculation.triton_sampler import best_tokens
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 PARAMS = (
@@ -55,37 +54,58 @@ PARAMS = (
     SamplingParams(temperature=1.0, logit_bias=((7, 4.0), (11, -100.0))),
 )
 NEAR_TIE = 1e-4  # of logit / T + g
+NEAR_TIE_OF_KERNELS = 1e-6  # noise may differ in float32's last bit, all else is equal
 SECONDS = 400  # of a bench that is run as a program
 
 
-def check_sampling() -> list[Row]:
-    """The choice of every row, on both devices from the same logits."""
-    rows = []
-    for vocab_size in VOCAB_SIZES:
-        logits = 3 * torch.randn(16 * len(PARAMS), vocab_size, generator=torch.Generator().manual_seed(vocab_size))
-        requests = [
-            SampleRequest(PARAMS[i % len(PARAMS)], NoiseKey.derive(i, 0), [i + 1, 7, 7, 11], 2, num_rows=1)
-            for i in range(len(logits))
-        ]
-        expected, seen = (Sampler(d).sample(logits.to(d), requests) for d in (CPU, GPU))
-        scores = perturbed_logits(logits, requests)
-        different = [i for i, (a, b) in enumerate(zip(expected, seen, strict=True)) if a != b]
-        ties = sum(float(scores[i, expected[i]] - scores[i, seen[i]]) < NEAR_TIE for i in different)
-        figures: dict[str, Any] = {"rows": len(logits), "different": len(different), "near_ties": ties}
-        for temperature in (0.0, 1.0):
-            for num_rows in (1, 16, 64):
-                params = SamplingParams(temperature=temperature)
-                asked = [SampleRequest(params, NoiseKey.derive(i, 1), [1], 1) for i in range(num_rows)]
-                sample = partial(Sampler(GPU).sample, logits[:num_rows].to(GPU), asked)
-                figures[f"ms, T={temperature:g}, {num_rows} rows"] = milliseconds(sample)
-        rows.append(
-            Row(
-                f"coupled sampling, vocabulary of {vocab_size}",
-                len(different) == ties,
-                f"{len(different)} of {len(logits)} choices differ from the CPU's, {ties} of them near-ties",
-                figures,
-            )
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """Choices of rows on the GPU, compared with those of the CPU from the same logits."""
+
+    num_rows: int
+    num_different: int
+    num_near_ties: int  # of those that differ
+
+    @classmethod
+    def compare(
+        cls, logits: torch.Tensor, requests: Sequence[SampleRequest], own: Sequence[int], near_tie: float
+    ) -> Choices:
+        expected, scores = Sampler(CPU).sample(logits, requests), perturbed_logits(logits, requests)
+        different = [i for i, (a, b) in enumerate(zip(expected, own, strict=True)) if a != b]
+        ties = sum(float(scores[i, expected[i]] - scores[i, own[i]]) < near_tie for i in different)
+        return cls(len(own), len(different), ties)
+
+    @property
+    def is_same(self) -> bool:
+        return self.num_different == self.num_near_ties
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_different} of {self.num_rows} choices differ from the CPU's, {self.num_near_ties} of them "
+            "near-ties"
         )
+
+
+def check_sampling() -> list[Row]:
+    """Compares the choice of every row by the sampler, and by the kernels alone."""
+    timed = {
+        "coupled": {f"T={t:g}": SamplingParams(temperature=t) for t in (0.0, 1.0)},
+        "Triton": {"T=1, top-p 0.9": SamplingParams(top_k=50, top_p=0.9)},
+    }
+    sampler, rows = Sampler(GPU), []
+    for (kind, params), vocab_size in itertools.product(timed.items(), VOCAB_SIZES):
+        logits, requests = _rows(vocab_size)
+        on_gpu = logits.to(GPU)
+        if kind == "coupled":
+            own, near_tie = sampler.sample(on_gpu, requests), NEAR_TIE
+        else:
+            own, near_tie = best_tokens(on_gpu, requests, 1)[0].flatten().tolist(), NEAR_TIE_OF_KERNELS
+        choices = Choices.compare(logits, requests, own, near_tie)
+        figures = {
+            f"ms, {name}, {count} rows": milliseconds(partial(sampler.sample, on_gpu[:count], _asked(each, count)))
+            for (name, each), count in itertools.product(params.items(), (1, 16, 64))
+        }
+        rows.append(Row(f"{kind} sampling, vocabulary of {vocab_size}", choices.is_same, str(choices), figures))
     return rows
 
 
@@ -93,37 +113,40 @@ def check_constraints() -> list[Row]:
     """Choices among allowed tokens, and log-probabilities, on both devices from the same logits."""
     rows = []
     for vocab_size in VOCAB_SIZES:
-        generator = torch.Generator().manual_seed(vocab_size)
-        logits = 3 * torch.randn(16 * len(PARAMS), vocab_size, generator=generator)
+        logits, requests = _rows(vocab_size)
+        generator = torch.Generator().manual_seed(vocab_size + 1)
         words = torch.randint(-(2**31), 2**31, (len(logits), -(-vocab_size // 32)), generator=generator)
         allowed = words.to(torch.int32)
-        requests = [
-            SampleRequest(
-                PARAMS[i % len(PARAMS)], NoiseKey.derive(i, 0), [i + 1, 7, 7, 11], 2, allowed=allowed[i : i + 1]
-            )
-            for i in range(len(logits))
-        ]
-        expected, seen = (Sampler(d).sample(logits.to(d), requests) for d in (CPU, GPU))
-        scores = perturbed_logits(logits, requests)
-        different = [i for i, (a, b) in enumerate(zip(expected, seen, strict=True)) if a != b]
-        ties = sum(float(scores[i, expected[i]] - scores[i, seen[i]]) < NEAR_TIE for i in different)
+        requests = [replace(request, allowed=allowed[i : i + 1]) for i, request in enumerate(requests)]
         places, on_gpu = range(len(logits)), logits.to(GPU)
-        wanted, found = (token_logprobs(on, places, expected, 5) for on in (logits, on_gpu))
+        own = Sampler(GPU).sample(on_gpu, requests)
+        choices = Choices.compare(logits, requests, own, NEAR_TIE)
+        wanted, found = (token_logprobs(on, places, own, 5) for on in (logits, on_gpu))
         error = max(abs(a - b) for a, b in zip(wanted.top_logprobs, found.top_logprobs, strict=True))
         same = (wanted.ranks, wanted.top_token_ids) == (found.ranks, found.top_token_ids)
-        one = [SampleRequest(SamplingParams(), NoiseKey.derive(i, 1), [1], 1) for i in range(16)]
+        one = _asked(SamplingParams(), 16)
         masked = [replace(request, allowed=allowed[i : i + 1]) for i, request in enumerate(one)]
         figures = {
             "ms, 16 rows": milliseconds(partial(Sampler(GPU).sample, on_gpu[:16], one)),
             "ms, 16 rows with masks": milliseconds(partial(Sampler(GPU).sample, on_gpu[:16], masked)),
-            "ms, 5 log-probabilities of 16 rows": milliseconds(
-                partial(token_logprobs, on_gpu, range(16), expected[:16], 5)
-            ),
+            "ms, 5 log-probabilities of 16 rows": milliseconds(partial(token_logprobs, on_gpu, range(16), own[:16], 5)),
         }
-        seen_text = f"{len(different)} choices differ, {ties} near-ties; log-probabilities by at most {error:.1e}"
-        held = len(different) == ties and error < 1e-4 and same
-        rows.append(Row(f"masks and log-probabilities, vocabulary of {vocab_size}", held, seen_text, figures))
+        seen = f"{choices}; log-probabilities by at most {error:.1e}"
+        held = choices.is_same and error < 1e-4 and same
+        rows.append(Row(f"masks and log-probabilities, vocabulary of {vocab_size}", held, seen, figures))
     return rows
+
+
+def _rows(vocab_size: int) -> tuple[torch.Tensor, list[SampleRequest]]:
+    """Returns logits on the CPU, and a request for each row."""
+    logits = 3 * torch.randn(16 * len(PARAMS), vocab_size, generator=torch.Generator().manual_seed(vocab_size))
+    return logits, [
+        SampleRequest(PARAMS[i % len(PARAMS)], NoiseKey.derive(i, 0), [i + 1, 7, 7, 11], 2) for i in range(len(logits))
+    ]
+
+
+def _asked(params: SamplingParams, count: int) -> list[SampleRequest]:
+    return [SampleRequest(params, NoiseKey.derive(i, 1), [1], 1) for i in range(count)]
 
 
 def check_answers() -> list[Row]:
@@ -194,7 +217,7 @@ def run(checks: dict[str, Callable[[], list[Row]]], out: Path) -> list[Row]:
             print(f"{VERDICTS[row.held]}: {row.check}: {row.seen} {row.figures or ''}", flush=True)
         rows += found
         document = {"date": today, "machine": machine, "rows": [asdict(row) for row in rows]}
-        out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        write_result(out, document)
     return rows
 
 
@@ -212,10 +235,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         pair, results = Path(folder), arguments.out.parent
         checks: dict[str, Callable[[], list[Row]]] = {
-            "sampling": lambda: check_sampling() + gpu_kernels_check.check_sampling(GPU, VOCAB_SIZES, PARAMS),
+            "sampling": check_sampling,
             "constraints": check_constraints,
-            **{name: partial(check, GPU) for name, check in gpu_kernels_check.CHECKS.items()},
-            **{name: partial(check, GPU) for name, check in gpu_product_check.CHECKS.items()},
+            **{name: partial(check, GPU) for name, check in gpu_kernels.CHECKS.items()},
             "answers": check_answers,
             "engine": lambda: check_engine(pair, results),
             "speed": lambda: check_speed(pair, results),

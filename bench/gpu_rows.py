@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 PAIR_WIDTH_FACTOR, PAIR_INTERMEDIATE_SIZE = 16, 32_768  # of the bundled target, for `bench.models`: 4.2B parameters
 
 VOCAB_SIZES = (4096, 128_256)
@@ -94,11 +96,13 @@ def _gpu_of(report: dict[str, Any]) -> str:
     return str(report["machine"]["gpu"]).removeprefix("NVIDIA ").split()[0]
 
 
-def milliseconds(call: Callable[[], object], repeats: int = 20) -> float:
-    """Median; `call` waits for the GPU."""
+def milliseconds(call: Callable[[], object], repeats: int = 20, *, device: torch.device | None = None) -> float:
+    """Returns the median. `device`: the GPU that `call` does not wait for; None: it waits."""
     seconds = []
     for _ in range(3 + repeats):
         started_at = time.perf_counter()
         call()
+        if device is not None and device.type == "cuda":
+            torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - started_at)
     return round(1e3 * statistics.median(seconds[3:]), 3)

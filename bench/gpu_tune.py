@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -17,8 +16,9 @@ from pathlib import Path
 
 import torch
 
-from bench.gpu_product_check import microseconds, operands
-from bench.gpu_steps import LLAMA_8B, config_of
+from bench.gpu import LLAMA_8B, config_of
+from bench.gpu_kernels import microseconds, operands
+from bench.result import write_result
 from cluster.engine.gpu_kernels.product_tiles import TILES, Tile, num_parts, uses_programs_of_parts
 from cluster.engine.model_config import ModelConfig
 from cluster.model_folder import resolve_model_folder
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{heights} rows: {tile}, {ratio:.2f} of the time of {before}", flush=True)
         found.append([tile.num_rows, tile.num_columns, tile.num_warps, tile.num_stages])
     document = {"gpu": torch.cuda.get_device_name(), "tiles": found}
-    arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write_result(arguments.out, document)
     return 0
 
 

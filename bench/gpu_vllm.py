@@ -15,13 +15,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -32,11 +30,13 @@ import httpx
 import yaml
 
 from bench.exactness import answers, num_differing
+from bench.result import write_result
 from bench.workload import held_out_prompts, read_counters
 from cluster.config import Config
 from cluster.config.file import load_config
 from services.launch.child import Child
 from services.launch.local import LocalCluster, free_ports
+from services.prove.client import ask_all
 from services.prove.vllm_server import vllm_server
 
 ANSWER_TOKENS = 128
@@ -62,16 +62,8 @@ class Server:
         """Tokens a second of answers to `prompts`, `num_streams` at a time."""
         body: dict[str, Any] = {"model": "target", "max_tokens": num_tokens, "ignore_eos": True}
         body |= {"temperature": temperature} | ({} if self.k is None else {"num_speculative_tokens": self.k})
-
-        def one(prompt: Sequence[int]) -> int:
-            reply = client.post("/v1/completions", json=body | {"prompt": list(prompt)})
-            reply.raise_for_status()
-            return int(reply.json()["usage"]["completion_tokens"])
-
-        with httpx.Client(base_url=self.url, timeout=120) as client, ThreadPoolExecutor(num_streams) as threads:
-            started_at = time.perf_counter()
-            total = sum(threads.map(one, prompts))
-            return total / (time.perf_counter() - started_at)
+        bodies = [body | {"prompt": list(prompt)} for prompt in prompts]
+        return ask_all(self.url, bodies, num_streams=num_streams, is_streamed=False).tokens_per_second
 
     def is_up(self) -> bool:
         try:
@@ -105,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             up = _wait(servers)
             for rates in _measure(up, arguments):
                 document = _document(up, rates, exactness, arguments)
-                arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+                write_result(arguments.out, document)
             print(table(document), flush=True)
         finally:
             for server in servers:
@@ -210,19 +202,17 @@ def _placed(where: str) -> dict[str, Any]:
 
 def _exactness(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Counts tokens that differ from those without drafts, for the bundled pair."""
-    environment = {"VLLM_USE_V2_MODEL_RUNNER": str(int(arguments.runner == "V2")), "TRITON_F32_DEFAULT": "ieee"}
+    runner = {"VLLM_USE_V2_MODEL_RUNNER": str(int(arguments.runner == "V2")), "TRITON_F32_DEFAULT": "ieee"}
     prompts = held_out_prompts(_EXACT_PROMPTS, seed=1)
     found = []
     with ExitStack() as running:
-        before = dict(os.environ)
-        os.environ.update(environment)
         clusters = {
-            (kind, where): running.enter_context(LocalCluster(_exact_config(kind, where, arguments)))
+            (kind, where): running.enter_context(
+                LocalCluster(_exact_config(kind, where, arguments), {"target": runner, "draft": runner})
+            )
             for kind in arguments.exact
             for where in dict.fromkeys(where for where, _ in arguments.cells)
         }
-        os.environ.clear()
-        os.environ.update(before)
         for (kind, where), cluster in clusters.items():
             cluster.wait_ready(_READY_SECONDS)
             expected = answers(cluster.url, prompts, k=0, concurrency=8)
@@ -259,18 +249,16 @@ def _exact_config(kind: str, where: str, arguments: argparse.Namespace) -> Confi
 def _wait(servers: Sequence[Server]) -> list[Server]:
     """Waits for `servers`, and returns those that came up."""
     started_at = time.monotonic()
-    waiting, up = list(servers), []
-    while waiting and time.monotonic() < started_at + _READY_SECONDS:
-        for server in list(waiting):
-            if server.child.has_ended():
-                print(f"{server.name} did not start", file=sys.stderr, flush=True)
-                waiting.remove(server)
-            elif server.is_up():
-                print(f"{server.name}: ready after {time.monotonic() - started_at:.0f} s", file=sys.stderr, flush=True)
-                waiting.remove(server)
-                up.append(server)
-        time.sleep(0.3)
-    return [server for server in servers if server in up]
+    up: list[Server] = []
+    for server in servers:
+        while not (is_up := server.is_up()) and not server.child.has_ended():
+            if time.monotonic() > started_at + _READY_SECONDS:
+                break
+            time.sleep(0.3)
+        up += [server] if is_up else []
+        state = f"ready within {time.monotonic() - started_at:.0f} s" if is_up else "did not start"
+        print(f"{server.name}: {state}", file=sys.stderr, flush=True)
+    return up
 
 
 def _measure(

@@ -10,7 +10,6 @@ left out. `--out` writes them to a file too.
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from pathlib import Path
 import torch
 
 from bench.engine import read_bandwidth
-from bench.machine import describe_machine
+from bench.result import describe_machine, write_result
 from cluster.config import Config
 from cluster.engine.cpu_kernels import InstructionSet, kernels
 from cluster.engine.cpu_linear import KernelLinear
@@ -70,10 +69,7 @@ def main() -> None:
     print(f"\nread bandwidth before and after: {bandwidth[0]:.1f}, {bandwidth[1]:.1f} GB/s")
     if arguments.out is not None:
         document = {"model": arguments.model, "threads": arguments.threads, "machine": machine}
-        arguments.out.write_text(
-            json.dumps(document | {"read_bandwidth": bandwidth, "product_rate": rate, "products": rows}, indent=2)
-            + "\n"
-        )
+        write_result(arguments.out, document | {"read_bandwidth": bandwidth, "product_rate": rate, "products": rows})
 
 
 def product_rate() -> float:

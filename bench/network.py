@@ -10,7 +10,6 @@ are busy count.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections import Counter
@@ -19,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench.in_process import SIMULATED
-from bench.machine import describe_machine
+from bench.result import describe_machine, write_result
 from bench.workload import read_counters, run_window
 from cluster.config import Config
 from cluster.config.file import load_config
@@ -91,14 +90,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         end="",
     )
     print(f"the bar of {FLOOR} is {'met' if met else 'missed'}")
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     result = {
         "floor": FLOOR,
         "simulation": Config().simulation.model_dump(mode="json") | {"acceptance": ACCEPTANCE},
         "machine": describe_machine(),
         "results": [asdict(result) | {"speedups": result.speedups} for result in results],
     }
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_result(arguments.out, result)
     return 0
 
 

@@ -30,9 +30,8 @@ import httpx
 import yaml
 
 from bench.llama_cpp import convert, llama_server
-from bench.machine import describe_machine
 from bench.models import make_pair
-from bench.plot_peers import plot
+from bench.result import describe_machine, write_result
 from bench.workload import held_out_prompts, p99, read_counters
 from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder
@@ -143,7 +142,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "hf" in arguments.systems:
             _assisted(folder, arguments)
     print(table(json.loads(arguments.out.read_text(encoding="utf-8"))))
-    plot(arguments.out)
     return 0
 
 
@@ -354,8 +352,7 @@ def _write(arguments: argparse.Namespace, systems: Sequence[System]) -> None:
             for system in systems
         },
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write_result(arguments.out, document)
 
 
 def _assisted(folder: Path, arguments: argparse.Namespace) -> None:
@@ -390,7 +387,7 @@ def _assisted(folder: Path, arguments: argparse.Namespace) -> None:
             result = dict.fromkeys(Result.__slots__) | {"tokens_per_second": rate, "token_seconds": 1 / rate}
             results.setdefault(f"{temperature:g}/1", []).append(result)
     document["systems"]["Hugging Face assisted generation"] = results
-    arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write_result(arguments.out, document)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import Any
 
 from bench import simulate
-from bench.cells import write_cells
 from bench.in_process import SIMULATED
+from bench.result import write_cells
 from cluster.config import Config
 from cluster.config.file import load_config
 from cluster.engine.memory_plan import PlannedModel

@@ -24,7 +24,7 @@ from typing import Any
 
 import httpx
 
-from bench.machine import describe_machine
+from bench.result import describe_machine, write_result
 from bench.speedup import AUTO, MEASURED, READY_TIMEOUT_SECONDS, parse_depths, spread
 from bench.workload import held_out_prompts
 from cluster.config import Config
@@ -84,8 +84,7 @@ class Recording:
             "machine": self.machine,
             "answers": marks,
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        write_result(path, data)
 
 
 def record(config: Config, num_streams: int, temperature: float, num_answers: int, max_tokens: int) -> Recording:

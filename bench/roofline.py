@@ -21,6 +21,7 @@ from typing import Any
 from bench.engine import CONTEXT_LEN
 from bench.gpu_rows import PAIR_INTERMEDIATE_SIZE, PAIR_WIDTH_FACTOR
 from bench.models import Widening
+from bench.result import write_result
 from cluster.config import Config
 from cluster.engine.memory_plan import Budget, Memory, PlannedModel, Tenant
 from cluster.engine.model_config import ModelConfig
@@ -264,9 +265,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"\nmeasured on one {gpus.name} with PyTorch's operators\n\n{compared_table(compared)}")
     sampled = compare_sampling(arguments.results)
     print(f"\nits sampler\n\n{sampling_table(sampled)}")
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     document = _document(arguments, targets, drafts, gpus, compared, sampled)
-    arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write_result(arguments.out, document)
     return 0
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 
-from bench.machine import describe_machine
+from bench.result import describe_machine, write_result
 from bench.workload import read_counters
 from cluster.config.file import load_config
 from services.launch.local import LocalCluster
@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(row))
     print(f"answers that differ: {num_different}")
     told = {"machine": describe_machine(), "settings": arguments.set, "rows": rows, "different": num_different}
-    arguments.out.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    write_result(arguments.out, told)
     return 1 if num_different else 0
 
 

@@ -30,7 +30,7 @@ import httpx
 import numpy as np
 
 from bench.in_process import SIMULATED
-from bench.machine import describe_machine
+from bench.result import describe_machine, write_result
 from bench.workload import read_counters
 from cluster.config import Config
 from cluster.config.file import load_config
@@ -363,8 +363,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         worst = compare(document)
     if "large" in arguments.parts:
         document["large"] = run_large(arguments.large_seconds)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write_result(arguments.out, document)
     return int(worst > BAR)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import sys
@@ -22,11 +21,10 @@ from pathlib import Path
 
 import httpx
 
-from bench.fault_client import Clients, Question
-from bench.fault_cluster import KINDS, FaultCluster, Program
-from bench.fault_network import make_network
+from bench.fault_cluster import KINDS, FaultCluster, Program, make_network
+from bench.fault_load import Clients, Question
 from bench.faults import FAULTS, SETTINGS, Durations
-from bench.machine import describe_machine
+from bench.result import describe_machine, write_result
 from bench.workload import read_counters
 from cluster.config.file import load_config
 
@@ -70,8 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             result = soak(cluster, arguments, has_metrics=bool(ports))
     finally:
         network.close()
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps({"machine": describe_machine(), **result}, indent=2) + "\n", encoding="utf-8")
+    write_result(arguments.out, {"machine": describe_machine(), **result})
     return int(result["failed"] or result["different_tokens"] or any(result["in_use"].values()))
 
 

@@ -11,7 +11,6 @@ judged on those between.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections import Counter
@@ -21,8 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.machine import describe_machine
-from bench.plot import plot
+from bench.result import describe_machine, write_result
 from bench.workload import Run, held_out_prompts, read_counters, run_streams, run_window
 from cluster.config import Config
 from cluster.config.file import load_config
@@ -169,7 +167,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 points.append(measure(plain, speculative, depths, num_streams, temperature, arguments, model=model))
                 print(_rows(points[-1]), flush=True)
                 _write(arguments.out, config, arguments, points)
-    plot(arguments.out)
     return 0
 
 
@@ -269,7 +266,6 @@ def _rows(point: Point) -> str:
 
 
 def _write(path: Path, config: Config, arguments: argparse.Namespace, points: Sequence[Point]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     result = {
         "target": config.target.model_dump(mode="json"),
         "draft": config.draft.model_dump(mode="json"),
@@ -280,7 +276,7 @@ def _write(path: Path, config: Config, arguments: argparse.Namespace, points: Se
         "machine": describe_machine(),
         "points": [point.to_json() for point in points],
     }
-    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_result(path, result)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -303,9 +299,7 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         help="count what comes in so many seconds while every stream is busy; else all prompts are answered once",
     )
-    parser.add_argument(
-        "--out", type=Path, default=Path("bench/results/speedup.json"), help="the plot goes beside it, as .svg"
-    )
+    parser.add_argument("--out", type=Path, default=Path("bench/results/speedup.json"))
     return parser
 
 

@@ -34,7 +34,7 @@ from typing import Any, cast
 import uvloop
 import yaml
 
-from bench.machine import describe_machine
+from bench.result import describe_machine, write_result
 from cluster.config import Config
 from cluster.config.file import load_config
 from cluster.engine.model_config import ModelConfig
@@ -216,8 +216,7 @@ def main() -> None:
         "machine": describe_machine(),
         "results": [asdict(result) for result in results],
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    write_result(arguments.out, document)
 
 
 def measure(config: Config, num_streams: int, seconds: float, num_viewers: int = 0) -> Result:

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.machine import describe_machine
+from bench.result import describe_machine, write_result
 from bench.speedup import AUTO, MEASURED, READY_TIMEOUT_SECONDS, Depth, over_best, spread
 from bench.workload import Run, held_out_prompts, run_streams
 from cluster.config import Config
@@ -152,8 +151,7 @@ def _write(arguments: argparse.Namespace, config: Config, points: Sequence[Point
         "machine": describe_machine(),
         "points": [point.to_json() for point in points],
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    write_result(arguments.out, document)
 
 
 def _parser() -> argparse.ArgumentParser:

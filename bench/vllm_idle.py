@@ -37,8 +37,8 @@ TARGETS = {"8B": "H100", "70B": "4xA100-80"}
 _DRAFTS = ("", "0.5B", "1B")
 DRAFT_GPU, DELAY_SECONDS = "A10G", 0.0005
 MAX_DRAFTS = 8
-# Seconds of host work per step. They add up to about the idle time on an H100 with synchronous scheduling, 1.34 ms
-# (bench/results/vllm-ladder.json, R9); how it is divided is an estimate.
+# Seconds of host work per step. They add up to about the idle time on an H100 with synchronous scheduling, 1.34 ms on
+# 2026-11-26; how it is divided is an estimate.
 SCHEDULE, PREPARE, RETURN, UPDATE = 0.0003, 0.0007, 0.00005, 0.0003
 _WARM_UP_SHARE = 0.3
 _ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import threading
@@ -18,6 +17,7 @@ from cluster.config import Config
 from cluster.model_folder import resolve_model_folder
 from cluster.tokenization import Tokenizer
 from services.held_out import held_out_texts
+from services.prove.client import ask_all
 
 PROMPT_TOKENS = (32, 160)
 RAMP_TIMEOUT_SECONDS = 120.0
@@ -65,17 +65,11 @@ def run_streams(
     max_tokens: int,
 ) -> Run:
     """Sends every prompt, `num_streams` at a time, and waits for all answers. A prompt's index is its seed."""
-
-    def generate(index: int) -> int:
-        body = _body(prompts[index], index, temperature, num_speculative_tokens, max_tokens)
-        response = client.post("/v1/completions", json=body)
-        response.raise_for_status()
-        return int(response.json()["usage"]["completion_tokens"])
-
-    with httpx.Client(base_url=url, timeout=600) as client, ThreadPoolExecutor(num_streams) as threads:
-        started_at = time.perf_counter()
-        num_tokens = sum(threads.map(generate, range(len(prompts))))
-        return Run(num_tokens, time.perf_counter() - started_at)
+    bodies = [
+        _body(prompt, seed, temperature, num_speculative_tokens, max_tokens) for seed, prompt in enumerate(prompts)
+    ]
+    burst = ask_all(url, bodies, num_streams=num_streams, is_streamed=False)
+    return Run(sum(answer.num_tokens for answer in burst.answers), burst.seconds)
 
 
 def run_window(
@@ -128,22 +122,6 @@ def run_window(
         for future in running:
             future.result()
     return Run(round(after - before), ended_at - started_at)
-
-
-def token_times(
-    url: str, prompt: Sequence[int], seed: int, temperature: float, num_speculative_tokens: int | None, max_tokens: int
-) -> list[float]:
-    """Returns the time at which each token of one streamed answer came, in seconds."""
-    body = _body(prompt, seed, temperature, num_speculative_tokens, max_tokens)
-    body |= {"stream": True, "return_token_ids": True}
-    times: list[float] = []
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=600) as response:
-        response.raise_for_status()
-        for line in response.iter_lines():
-            if line.startswith("data: {"):
-                token_ids = json.loads(line.removeprefix("data: "))["choices"][0].get("token_ids") or ()
-                times += [time.perf_counter()] * len(token_ids)
-    return times
 
 
 def _body(

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench.report import cluster, drafting, gpu, operation, pool, tools
+from bench.report import cluster, drafting, gpu, operation, pool
 from bench.report.page import Results, fill
 
 PAGE = Path("docs/MEASURED.md")
@@ -19,7 +19,6 @@ TABLES: dict[str, Callable[[Results], str]] = {
     **pool.TABLES,
     **drafting.TABLES,
     **operation.TABLES,
-    **tools.TABLES,
 }
 
 

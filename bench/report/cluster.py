@@ -1,4 +1,4 @@
-"""Tables of the whole cluster: exactness, speed next to no speculation and next to vLLM, kinds of work."""
+"""Tables of the whole cluster: exactness, speed next to no speculation and next to vLLM."""
 
 from __future__ import annotations
 
@@ -35,17 +35,6 @@ def exactness(results: Results) -> str:
 
 def _tokens(row: Mapping[str, Any]) -> tuple[str, str]:
     return f"{row['num_tokens']:,}", f"{row['num_accepted_drafts']:,}"
-
-
-def constraints(results: Results) -> str:
-    cpu, gpu = (results.read(name)["rows"] for name in ("constraints.json", "constraints-gpu.json"))
-    rows = ((own["workload"], _slower(own), _slower(other)) for own, other in zip(cpu[1:], gpu[1:], strict=True))
-    return markdown(["in each request", "CPU", "GPU"], rows)
-
-
-def _slower(row: Mapping[str, Any]) -> str:
-    low, high = row["step_ratio_range"]
-    return f"{row['step_ratio']:.2f} ({low:.2f}-{high:.2f})"
 
 
 def schemas(results: Results) -> str:
@@ -87,25 +76,6 @@ def _sped_up(point: Mapping[str, Any]) -> tuple[str, str]:
 
 def _plain(point: Mapping[str, Any]) -> dict[str, Any]:
     return {"tokens_per_second": point["plain_tokens_per_second"]}
-
-
-def placements(results: Results) -> str:
-    cells: dict[tuple[float, int], dict[str, str]] = {}
-    for pair in ("12m", "190m"):
-        for point in results.read(f"placements-{pair}.json")["points"]:
-            own = cells.setdefault((point["temperature"], point["num_streams"]), {})
-            own[f"{pair.upper()}, k = {point['depth']}"] = _in_process(point)
-    columns = list(next(iter(cells.values())))
-    rows = [
-        [f"{temperature:g}", streams, *(own[column] for column in columns)]
-        for (temperature, streams), own in cells.items()
-    ]
-    return markdown(["T", "streams", *columns], rows)
-
-
-def _in_process(point: Mapping[str, Any]) -> str:
-    ratios = point["places"]["shared"]["ratios"]
-    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
 
 
 _PEERS = (
@@ -157,26 +127,9 @@ def _whole(values: list[float]) -> list[str]:
     return [f"{value:.0f}" for value in values]
 
 
-def scenarios(results: Results) -> str:
-    setups = [results.read(f"scenarios-pair{engine}.json")["setups"]["190M pair"] for engine in ("", "-vllm")]
-    rows = ([kind, *(_gained(measured[kind]) for measured in setups)] for kind in setups[0])
-    return markdown(["work", "PyTorch", "vLLM"], rows)
-
-
-def _gained(both: Mapping[str, Any]) -> str:
-    ratios = [
-        auto["tokens_per_second"] / plain["tokens_per_second"]
-        for auto, plain in zip(both["auto"], both["0"], strict=True)
-    ]
-    return f"{statistics.median(ratios):.2f}"
-
-
 TABLES: dict[str, Callable[[Results], str]] = {
     "exactness": exactness,
-    "constraints": constraints,
     "schemas": schemas,
     "speedup": speedup,
-    "placements": placements,
     "peers": peers,
-    "scenarios": scenarios,
 }

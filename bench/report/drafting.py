@@ -1,4 +1,4 @@
-"""Tables of drafters, trees, distilled drafts, and of the controller of the depth."""
+"""Tables of drafters, trees and the engine's steps on CPUs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,6 @@ from bench.report.page import Results, markdown
 from bench.speedup import AUTO
 from bench.trees import KINDS
 
-_LEVELS = {
-    "2M, Sapphire Rapids": "draft_levels.json",
-    "2M, Zen 5": "draft_levels-zen5.json",
-    "0.5B in INT8, Zen 4": "draft_levels-0.5b-int8.json",
-}
 _COMPARED_DEPTH = "3"
 _HEADS = {
     "model": "2M",
@@ -25,21 +20,6 @@ _HEADS = {
     "medusa=medusa": "Medusa",
     "ngram": "n-gram",
 }
-
-
-def trace(results: Results) -> str:
-    document = results.read("trace.json")
-    rows = []
-    for one in document["traces"]:
-        own, best = (one[who]["tokens"] for who in ("controller", "oracle"))
-        size = len(own) // len(one["phases"])
-        phases = (f"{_regret(own, best, start, size):.1%}" for start in range(0, len(own), size))
-        rows.append([one["trace"], ", ".join(phases), f"{one['regret']:.1%}"])
-    return markdown(["trace", "regret by phase", "of all"], rows)
-
-
-def _regret(own: list[float], best: list[float], start: int, size: int) -> float:
-    return 1 - sum(own[start : start + size]) / sum(best[start : start + size])
 
 
 def drafters(results: Results) -> str:
@@ -81,16 +61,6 @@ def _of_one_stream(results: Results, name: str) -> dict[tuple[str, float], str]:
     return cells
 
 
-def draft_levels(results: Results) -> str:
-    levels = {
-        title: {level["num_sequences"]: level["level"]["median"] for level in results.read(name)["levels"]}
-        for title, name in _LEVELS.items()
-    }
-    counts = sorted({count for own in levels.values() for count in own})
-    rows = [[count, *(f"{own[count]:.2f}" if count in own else "" for own in levels.values())] for count in counts]
-    return markdown(["sequences", *levels], rows)
-
-
 def trees(results: Results) -> str:
     rows = []
     for point in results.read("trees.json")["points"]:
@@ -105,24 +75,26 @@ def trees(results: Results) -> str:
     return markdown(["T", "nodes", *KINDS], rows)
 
 
-def distill(results: Results) -> str:
-    document = results.read("distill.json")
-    rows = [
-        (
-            f"{old['temperature']:g}",
-            f"{old['rate']:.3f} → {new['rate']:.3f}",
-            f"{old['length']:.2f} → {new['length']:.2f}",
-        )
-        for old, new in zip(document["before"], document["after"], strict=True)
-    ]
-    return markdown(["T", "accepted", "tokens a round"], rows)
+_ENGINES = {"Sapphire Rapids": "engine.json", "Zen 4": "engine-zen4.json", "Zen 5": "engine-zen5.json"}
+_SHAPES = ((1, 1), (1, 16), (1, 64), (64, 1))  # sequences, rows of each
+
+
+def engine(results: Results) -> str:
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for processor, name in _ENGINES.items():
+        times: dict[tuple[str, str], dict[tuple[int, int], float]] = {}
+        for step in results.read(name)["steps"]:
+            shape = step["num_sequences"], step["num_tokens"]
+            times.setdefault((step["weights"], step["instructions"]), {})[shape] = step["milliseconds"]
+        for key, own in times.items():
+            cells.setdefault(key, {})[processor] = "/".join(f"{own[shape]:.1f}" for shape in _SHAPES)
+    rows = [[*key, *(own.get(processor, "") for processor in _ENGINES)] for key, own in cells.items()]
+    return markdown(["weights", "instructions", *_ENGINES], rows)
 
 
 TABLES: dict[str, Callable[[Results], str]] = {
-    "trace": trace,
     "drafters": drafters,
     "heads": heads,
-    "draft-levels": draft_levels,
     "trees": trees,
-    "distill": distill,
+    "engine": engine,
 }

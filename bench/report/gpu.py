@@ -1,4 +1,4 @@
-"""Tables of runs on a GPU, and of kernels that are compiled for one."""
+"""Tables of runs on a GPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bench import gpu_rows, gpu_vllm, roofline, vllm_ladder
+from bench import gpu_rows, gpu_vllm, roofline
 from bench.report.page import Results, markdown
 
 _ENGINE_FILES = ("gpu.json", "gpu-engine-target.json", "gpu-engine-draft.json")
@@ -18,11 +18,6 @@ _PRODUCT_ROWS = (1, 16, 64, 2048)
 def vllm(results: Results) -> str:
     document = results.read("gpu-vllm.json")
     return f"{_run(document)}\n\n{gpu_vllm.table(document)}"
-
-
-def ladder(results: Results) -> str:
-    document = results.read("vllm-ladder.json")
-    return f"{_run(document)}\n\n{vllm_ladder.table(document)}"
 
 
 def _run(document: Mapping[str, Any]) -> str:
@@ -79,28 +74,10 @@ def products(results: Results) -> str:
     )
 
 
-def resources(results: Results) -> str:
-    found: dict[str, list[dict[str, Any]]] = {}
-    for one in results.read("gpu-resources.json")["kernels"]:
-        family = ", ".join(one["kernel"].split(", ")[: 2 if one["kernel"].startswith("attention") else 1])
-        found.setdefault("others" if family in ("norm", "rotation", "gate", "noise") else family, []).append(one)
-    rows = [
-        [
-            family,
-            *(max(one[key] for one in kernels) for key in ("registers", "spilled_bytes")),
-            f"{max(one['shared_bytes'] for one in kernels) / 1024:.0f}",
-        ]
-        for family, kernels in found.items()
-    ]
-    return markdown(["kernels", "registers", "bytes spilled", "shared KiB"], rows)
-
-
 TABLES: dict[str, Callable[[Results], str]] = {
     "gpu-vllm": vllm,
-    "gpu-ladder": ladder,
     "gpu-speedup": speedup,
     "gpu-steps": steps,
     "gpu-checks": checks,
     "gpu-products": products,
-    "gpu-resources": resources,
 }

@@ -1,4 +1,4 @@
-"""Tables of remote drafting: pools, networks, run-ahead, coordination."""
+"""Tables of remote drafting: pools, networks, coordination; and of the simulator."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from bench.coordination import Cost
-from bench.report.page import Results, markdown
+from bench.report.page import Results, markdown, percent
 
 _DRAFTS = {"1B": "1B", "1B-int4": "1B INT4", "0.5B": "0.5B", "parallel-1B": "parallel 1B"}
 
@@ -81,10 +81,23 @@ def coordination(results: Results) -> str:
     return markdown(head, rows)
 
 
+def simulate(results: Results) -> str:
+    document = results.read("simulate.json")
+    rows = []
+    for name, ran in document["real"]["cases"].items():
+        simulated = document["simulated"][name]
+        speed = statistics.median(seed["tokens_per_second"] for seed in simulated["seeds"])
+        off = [percent(simulated["off"][key]) for key in ("tokens_per_second", "latency_p50", "latency_p99")]
+        rows.append([name, f"{ran['tokens_per_second']:.0f}/{speed:.0f}", *off])
+    head = ["case", "tokens/s ran, simulated", "off by", "latency p50", "p99"]
+    return markdown(head, rows)
+
+
 TABLES: dict[str, Callable[[Results], str]] = {
     "pool": pool,
     "distances": distances,
     "capacity": capacity,
     "network": network,
     "coordination": coordination,
+    "simulate": simulate,
 }

@@ -91,7 +91,7 @@ def _can_have_cores_of_its_own(config: Config) -> bool:
 
 
 def why_apart(config: Config) -> str | None:
-    """Returns the reason to run target and draft in separate processes; None if one is faster (`bench.placements`)."""
+    """Returns the reason to run target and draft in separate processes; None if one is faster."""
     target, draft = config.target, config.draft
     if target.engine != "torch":
         return f"target.engine is {target.engine}"

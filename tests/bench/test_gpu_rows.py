@@ -18,7 +18,7 @@ NAMES = [row for rows in ROWS.values() for row in rows]
 
 def patterns() -> Iterator[str]:
     """Yields patterns of the row names in the source, with wildcards for their fields."""
-    for file in ("gpu_check.py", "gpu_kernels_check.py", "gpu_product_check.py"):
+    for file in ("gpu_check.py", "gpu_kernels.py"):
         for node in ast.walk(ast.parse((ROOT / "bench" / file).read_text(encoding="utf-8"))):
             match node:
                 case ast.Call(func=ast.Name(id="Row"), args=[name, *_]) | ast.Assign([ast.Name(id="row")], name):

@@ -37,7 +37,7 @@ MERGE_OPTIONS = {"num_warps": 1, "enable_fp_fusion": False}
 class Sizes:
     """Tile sizes for a dtype. They are the same in every step, because they determine the order of sums.
 
-    With these sizes no register is spilled (`python -m bench.gpu_resources`); their speed was not measured.
+    With these sizes no register is spilled; their speed was not measured.
     """
 
     keys_per_step: int  # positions whose keys are multiplied at once

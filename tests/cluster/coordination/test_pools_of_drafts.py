@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from bench.gain import GAIN, GOODPUT
 from cluster.config import Config
 from cluster.config.file import load_config
 from cluster.simulated_engines.tokens import token_at
@@ -14,6 +13,7 @@ from cluster.simulator.drafts import SimulatedDraft
 from cluster.simulator.virtual import VirtualCluster
 from cluster.speculation.noise import NoiseKey
 from cluster.targets.base import GenerationOutput
+from tests.cluster.coordination.test_speculation_gain import GAIN, GOODPUT
 from tests.soak import length
 
 NEAR, FAR = 0.0005, 0.015  # seconds
@@ -38,7 +38,7 @@ def cluster(
     return running
 
 
-PLAIN_RATE = 154.0  # tokens a second of four streams without drafts, as `bench.gain` has it
+PLAIN_RATE = 154.0  # tokens a second of four streams without drafts
 
 
 def loads(running: VirtualCluster) -> list[int]:
@@ -68,7 +68,7 @@ class TestModels:
         running.run(120.0)  # nobody drafts but on trial: it takes a while to learn from that
         assert set(running.readings(GAIN).values()) == {1.0}
         goodputs = running.readings(GOODPUT)
-        assert goodputs["better",] == pytest.approx(0.87, rel=0.1)  # as forced: `bench.gain`
+        assert goodputs["better",] == pytest.approx(0.87, rel=0.1)  # as with a forced k
         assert 0.64 < goodputs["worse",] < 0.85  # 0.71, but nothing is known of what a round of it would really take
 
     def test_no_token_changes(self) -> None:

@@ -3,15 +3,64 @@
 from __future__ import annotations
 
 import math
+import statistics
+from dataclasses import dataclass
 
 import pytest
 
-from bench.gain import GAIN, GOODPUT, run
+from bench.in_process import SIMULATED
 from cluster.config.file import load_config
 from cluster.simulator.virtual import VirtualCluster
 from tests.soak import length
 
+GAIN, GOODPUT = "outrider_speculation_gain_ratio", "outrider_goodput_ratio"
+FOREVER = 50_000  # tokens
 WITHIN = 0.15
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """Results of one run, after its warm-up. Ratios are means over readings."""
+
+    tokens_per_second: float
+    depth: float
+    gain: float = 1.0
+    goodput: float = 1.0
+
+
+def run(
+    acceptance: float,
+    num_streams: int,
+    num_speculative_tokens: int | None,
+    *,
+    round_trip_ms: float = 2.0,
+    warm_up_seconds: float = 10.0,
+    seconds: float = 30.0,
+) -> Course:
+    """`num_speculative_tokens`: what all requests ask for; None: the controller chooses."""
+    settings = {
+        "simulation.acceptance": acceptance,
+        "simulation.round_trip_ms": round_trip_ms,
+        "target.max_num_batched_tokens": 2048,
+        "target.max_model_len": 100_000,
+        "draft.max_num_batched_tokens": 2048,
+    }
+    cluster = VirtualCluster(load_config(None, [*SIMULATED, *(f"{key}={value}" for key, value in settings.items())]))
+    for _ in range(num_streams):
+        cluster.submit(FOREVER, num_speculative_tokens=num_speculative_tokens)
+    cluster.run(warm_up_seconds)
+    started_at, before = cluster.time.now(), (cluster.num_tokens, cluster.num_draft_tokens, cluster.num_rounds)
+    gains, goodputs = [], []
+    while cluster.time.now() < started_at + seconds:
+        cluster.run(1.0)
+        gains += cluster.readings(GAIN).values()
+        goodputs += cluster.readings(GOODPUT).values()
+    tokens, drafts, rounds = (
+        now - then
+        for now, then in zip((cluster.num_tokens, cluster.num_draft_tokens, cluster.num_rounds), before, strict=True)
+    )
+    means = (statistics.fmean(ratios) if ratios else 1.0 for ratios in (gains, goodputs))
+    return Course(tokens / (cluster.time.now() - started_at), drafts / rounds, *means)
 
 
 @pytest.mark.parametrize("num_streams", [1, 8, 32])

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.distill import prompts
 from cluster.config.file import load_config
 from cluster.config.workers import TargetConfig
 from cluster.drafters.base import DraftSequence
@@ -37,6 +36,7 @@ from services.training.traffic import AnswersFile, RecordedAnswer, is_held_out, 
 from services.training.traffic_acceptance import NUM_POSITIONS, TrafficAcceptance, choices, measure_traffic_acceptance
 from services.training.traffic_draft import DraftShape, answer_logits, load_draft, new_draft, train_draft
 from tests.cluster.targets.test_heads import Answers, new_target
+from tests.services.distill.sql_prompts import prompts
 from tests.soak import length
 
 TARGET, DRAFT = "outrider-target-12m", "outrider-draft-2m"

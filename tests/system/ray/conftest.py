@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.fault_client import Question
-from bench.fault_load import Answers, make_questions, under_load
+from bench.fault_load import Answers, Question, make_questions, under_load
 from bench.fault_ray import TWO_OF_EACH, RayFaultCluster, RayNodes
 from bench.faults import SETTINGS
 from cluster.config.file import load_config

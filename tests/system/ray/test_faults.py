@@ -5,8 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from bench.fault_client import Question
-from bench.fault_load import Answers, under_load
+from bench.fault_load import Answers, Question, under_load
 from bench.fault_ray import FAULTS, RayFaultCluster, measure_fault, programs
 from tests.soak import length
 from tests.waiting import eventually

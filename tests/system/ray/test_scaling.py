@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 
-from bench.fault_client import Question
-from bench.fault_load import Answers, under_load
+from bench.fault_load import Answers, Question, under_load
 from bench.fault_ray import READY_SECONDS, RayFaultCluster
 from cluster.placement.scaling import Decision
 from services.launch.ray.registry_actor import find_decisions

@@ -7,8 +7,7 @@ from collections import Counter
 
 import httpx
 
-from bench.fault_client import Question
-from bench.fault_load import Answers
+from bench.fault_load import Answers, Question
 from bench.fault_ray import RayFaultCluster
 from cluster.simulated_engines.tokens import token_at
 from cluster.speculation.noise import NoiseKey

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench import gpu, gpu_steps
+from bench import gpu
 from cluster.engine.quantization import Quantization
 
 CPU = torch.device("cpu")
-SPEEDS = gpu_steps.Speeds(bytes_per_second=1e12, flops=1e14)
+SPEEDS = gpu.Speeds(bytes_per_second=1e12, flops=1e14)
 SMALL = {
-    **gpu_steps.LLAMA_1B,
+    **gpu.LLAMA_1B,
     "vocab_size": 512,
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -22,13 +22,13 @@ SMALL = {
 
 
 def test_the_speeds_of_a_device_are_positive() -> None:
-    speeds = gpu_steps.Speeds.measure(CPU, num_bytes=2**20, size=64)
+    speeds = gpu.Speeds.measure(CPU, num_bytes=2**20, size=64)
     assert speeds.bytes_per_second > 0
     assert speeds.flops > 0
 
 
 def test_the_bound_of_a_step_is_its_bytes_or_its_operations() -> None:
-    model = gpu_steps.random_model(SMALL, CPU)
+    model = gpu.random_model(SMALL, CPU)
     layer = 128 * (128 + 2 * 64) + 128 * 128 + 3 * 128 * 256
     num_weights = 2 * layer + 128 * 512
     kv_bytes = 10 * 2 * 2 * 64 * 2
@@ -38,18 +38,18 @@ def test_the_bound_of_a_step_is_its_bytes_or_its_operations() -> None:
 
 
 def test_steps_are_measured_with_their_bounds() -> None:
-    model = gpu_steps.random_model(SMALL, CPU)
+    model = gpu.random_model(SMALL, CPU)
     shapes = [(1, 1, 40), (3, 2, 40)]
-    steps = gpu_steps.measure_steps("small", model, SPEEDS, shapes, repeats=2)
+    steps = gpu.step_times("small", model, SPEEDS, shapes, repeats=2)
     assert [(step["sequences"], step["rows"], step["context"]) for step in steps] == shapes
     assert all(step["step_ms"] > step["bound_ms"] > 0 for step in steps)
 
 
 @pytest.mark.parametrize("quantization", [None, Quantization.named("int4", 32)])
 def test_levels_of_quantized_drafts_have_a_lower_bound(quantization: Quantization | None) -> None:
-    model = gpu_steps.random_model(SMALL, CPU, quantization=quantization)
-    plain = gpu_steps.random_model(SMALL, CPU)
-    levels = gpu_steps.measure_levels("small", model, SPEEDS, batch_sizes=(1, 2), context=24, repeats=3)
+    model = gpu.random_model(SMALL, CPU, quantization=quantization)
+    plain = gpu.random_model(SMALL, CPU)
+    levels = gpu.level_times("small", model, SPEEDS, batch_sizes=(1, 2), context=24, repeats=3)
     assert [level["sequences"] for level in levels] == [1, 2]
     assert (levels[0]["bound_ms"] < SPEEDS.step_ms(plain, 1, 1, 24)) == (quantization is not None)
 
