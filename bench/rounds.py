@@ -72,7 +72,7 @@ class RoundsAlone:
         config = SpeculationConfig(num_speculative_tokens=num_drafts, max_speculative_tokens=num_drafts)
         limits = StepLimits(max_model_len=2**20, max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=4096)
         self._coordinator = Coordinator(cast(DraftPool, self._pool), config, VOCAB_SIZE, limits)
-        self._coordinator.know_step_times((2**exponent, STEP_SECONDS) for exponent in range(12))
+        self._coordinator.observe_step_times((2**exponent, STEP_SECONDS) for exponent in range(12))
         self._codec_seconds = 0.0
         self._happens(LinkState.UP)
         self._sequences = [self._new_sequence(number) for number in range(num_sequences)]

@@ -32,7 +32,7 @@ class AppendOverride(argparse.Action):
 
 
 def settings_parser() -> argparse.ArgumentParser:
-    """Returns a parent for the parsers of programs: every setting as an option."""
+    """Returns a parent parser for argparse, with an option for each setting."""
     schema = _schema()
     parser = argparse.ArgumentParser(add_help=False)
     for section, described in schema["properties"].items():

@@ -190,7 +190,7 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _only_vllm(self) -> Config:
+    def _vllm_settings_need_vllm(self) -> Config:
         """Raises ValueError if a setting of vLLM is used with another engine."""
         if self.target.engine != "vllm":
             _refuse_vllm_settings("target", self.target, f"target.engine {self.target.engine}")
@@ -214,7 +214,7 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _not_vllm(self) -> Config:
+    def _vllm_supports_all_settings(self) -> Config:
         """Raises ValueError if vLLM is used with a setting that it does not support, or for which it has its own."""
         if self.target.engine != "vllm":
             return self

@@ -108,7 +108,7 @@ class Coordinator:
         self._reservations = RowReservations(self.planner.steps, self.planner.max_depth)
         self._ended: list[_EndedStep] = []
 
-    def know_step_times(self, times: Iterable[tuple[int, float]]) -> None:
+    def observe_step_times(self, times: Iterable[tuple[int, float]]) -> None:
         """Learns the duration of steps that were timed at start. `times`: pairs of rows and seconds."""
         for num_rows, seconds in times:
             self.planner.steps.curve.observe(num_rows, seconds)

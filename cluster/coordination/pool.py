@@ -81,7 +81,7 @@ class DraftPool(LinkPool):
         return events
 
     def readings(self) -> Iterator[Reading]:
-        """Any thread."""
+        """Returns the metrics of the pool and of its links. Thread-safe."""
         yield from super().readings()
         for link in tuple(self._links.values()):
             yield from link.readings()

@@ -327,7 +327,7 @@ class ActiveLink:
 
 
 class Round(NamedTuple):
-    """One sequence's part of a step."""
+    """The drafts that a step verified for a sequence, and the tokens that it chose."""
 
     sequence: SpeculativeSequence
     drafts: Drafts = NO_DRAFTS  # drafts that were verified

@@ -78,8 +78,8 @@ def _suspected(found: Examination, earlier_survival: tuple[float, ...]) -> Itera
     # The formula omits the same terms in both predictions, so predictions are scaled by a measured ratio. The ratio
     # covers all reached depths, because the repaired cluster may have another best depth. It does not use the run with
     # the controller: with late drafts, the formula omits more terms there.
-    reckoned = sum(one.counts.seconds * now.rate(one.workload.num_speculative_tokens or 0) for one in found.reached)
-    scale = sum(one.counts.num_tokens for one in found.reached) / max(reckoned, 1e-9)
+    predicted = sum(one.counts.seconds * now.rate(one.workload.num_speculative_tokens or 0) for one in found.reached)
+    scale = sum(one.counts.num_tokens for one in found.reached) / max(predicted, 1e-9)
 
     def rate(mended: SpeedModel) -> float:
         return scale * mended.best_rate()

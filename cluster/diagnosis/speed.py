@@ -135,13 +135,13 @@ class SpeedModel:
         This also changes the time of the target's prompts: on shared cores, the target takes longer for a prompt while
         the draft computes the same prompt.
         """
-        beside = max(0.0, self.prompt_seconds - self.plain_prompt_seconds)
+        difference = max(0.0, self.prompt_seconds - self.plain_prompt_seconds)
         less = min(1.0, seconds / self.draft_seconds) if self.draft_seconds else 1.0
         return replace(
             self,
             drafting=TimeCurve([_NOTHING, (MAX_DEPTH, StepTotals(1.0, MAX_DEPTH * seconds))]),
             draft_seconds=seconds,
-            prompt_seconds=self.prompt_seconds - (1.0 - less) * beside,
+            prompt_seconds=self.prompt_seconds - (1.0 - less) * difference,
         )
 
     def accepting(self, rate: float) -> SpeedModel:

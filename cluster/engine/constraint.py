@@ -174,11 +174,11 @@ class TokenConstraint:
         self._generated.append(token)
         return True
 
-    def _pop(self, number: int) -> None:
-        if number:
-            del self._generated[-number:]
+    def _pop(self, num_tokens: int) -> None:
+        if num_tokens:
+            del self._generated[-num_tokens:]
             if self._matcher is not None:
-                self._matcher.rollback(number)
+                self._matcher.rollback(num_tokens)
 
     def _fill(self, masks: torch.Tensor, row: int) -> None:
         if self._matcher is not None and not self._matcher.is_terminated():

@@ -106,7 +106,7 @@ class ModelRunner:
         return True
 
     def keep(self, block_table: Sequence[int], start: int, nodes: Sequence[int]) -> None:
-        """Moves the KV of a tree's node `nodes[i]` to place `start + i`. Node 0 of the tree is at place `start`.
+        """Moves the KV of a tree's node `nodes[i]` to position `start + i`. Node 0 of the tree is at position `start`.
 
         The KV of other nodes is lost. `nodes` must be in ascending order.
         """
@@ -114,8 +114,8 @@ class ModelRunner:
         if not moved:
             return
 
-        def slots(places: Iterable[int]) -> torch.Tensor:
-            return torch.tensor(slots_of(places, block_table, self.blocks.block_size), device=self.model.device)
+        def slots(positions: Iterable[int]) -> torch.Tensor:
+            return torch.tensor(slots_of(positions, block_table, self.blocks.block_size), device=self.model.device)
 
         self._kv_cache.move(slots(old for old, _ in moved), slots(new for _, new in moved))
 

@@ -216,7 +216,7 @@ class Scheduler(Generic[SequenceT]):
         self._blocks.cache(sequence.block_table, sequence.token_ids, end + num_accepted, sequence.cache_root)
 
     def readings(self) -> Iterator[Reading]:
-        """Any thread."""
+        """Returns the metrics of the scheduler. Thread-safe."""
         yield Reading("vllm:num_requests_running", "Sequences that hold KV blocks.", len(self.running))
         preempted = "Sequences preempted because blocks were missing."
         yield Reading("vllm:num_preemptions", preempted, self.num_preemptions, is_counter=True)

@@ -130,7 +130,7 @@ def _tokens(text: str) -> Iterator[re.Match[str]]:
 def _text(found: re.Match[str]) -> str:
     if found["text"]:
         return literal("".join(character for character, _ in _characters(found["text"][1:-1])))
-    return slashed(_class(found["characters"][1:-1]) if found["characters"] else "(?s:.)")
+    return slashed(_character_class(found["characters"][1:-1]) if found["characters"] else "(?s:.)")
 
 
 def _characters(text: str) -> Iterator[tuple[str, bool]]:
@@ -144,7 +144,7 @@ def _characters(text: str) -> Iterator[tuple[str, bool]]:
         yield character, bool(plain)
 
 
-def _class(text: str) -> str:
+def _character_class(text: str) -> str:
     """Returns the regular expression of the class of characters `text`."""
     negation, rest = ("^", text[1:]) if text.startswith("^") else ("", text)
     each = list(_characters(rest))

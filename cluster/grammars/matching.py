@@ -65,8 +65,8 @@ class Rulebook:
 class GrammarMatcher:
     """llguidance's matcher, in which the end of a text is a token too.
 
-    After an error llguidance's matcher is of no use, but the error may be due to drafts that are rejected later. So a
-    new one reads the text again, with states of its own.
+    After an error llguidance's matcher cannot be used, but the error may come from drafts that are rejected later. Then
+    a new matcher reads the committed tokens again.
     """
 
     def __init__(self, rulebook: Rulebook, vocabulary: Vocabulary, matcher: LLMatcher) -> None:

@@ -21,7 +21,10 @@ def integers(low: int | None, high: int | None) -> str:
 
 
 def numbers(bounds: Mapping[str, float]) -> str:
-    """Returns the expression of the numbers within `bounds`, which have keywords of JSON schemas; without exponents."""
+    """Returns a regular expression for JSON numbers within `bounds`, without exponents.
+
+    `bounds`: limits by their keywords in JSON schemas, such as `minimum`.
+    """
     exact = {keyword: Fraction(str(bound)) for keyword, bound in bounds.items()}  # as written, not as a float
     smallest = max(exact.get("minimum", -_BEYOND), exact.get("exclusiveMinimum", -_BEYOND))
     largest = min(exact.get("maximum", _BEYOND), exact.get("exclusiveMaximum", _BEYOND))

@@ -147,7 +147,7 @@ class TagRules:
             each = self._rules.sequence([one, more])
         return each if tag.get("at_least_one") else repeated(each, "?")
 
-    def _times(self, tag: Tag) -> Part:
+    def _repetition(self, tag: Tag) -> Part:
         inner = self._part(tag["content"])
         if tag["type"] != "repeat":
             return repeated(inner, {"optional": "?", "plus": "+", "star": "*"}[tag["type"]])
@@ -178,7 +178,7 @@ _WRITERS: dict[str, Callable[[TagRules, Tag], Part]] = {
     "token": TagRules._token,
     "exclude_token": TagRules._tokens_but,
     "any_tokens": TagRules._tokens_but,
-    **dict.fromkeys(("optional", "plus", "star", "repeat"), TagRules._times),
+    **dict.fromkeys(("optional", "plus", "star", "repeat"), TagRules._repetition),
 }
 
 

@@ -73,7 +73,7 @@ def notes(efficiency: Efficiency, prompt_tokens: int, answer_tokens: int, *, is_
         "hardware": [
             f"{efficiency.bandwidth:g} of the data sheets' bandwidth, {efficiency.compute:g} of their FLOPs, "
             f"{1e6 * efficiency.all_reduce_seconds:g} us an all-reduce, two a layer,",
-            f"{1e3 * efficiency.step_seconds:g} ms a step beside; prices are examples (--price); on a target's host a",
+            f"{1e3 * efficiency.step_seconds:g} ms more per step; prices are examples (--price); on a target's host a",
             "draft has --host-cpu, at no price",
         ],
         "a pool": ["rounds of its targets are staggered, so that nobody waits for another's"],

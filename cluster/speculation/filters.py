@@ -32,7 +32,10 @@ MANTISSA_BITS = 24  # precision of float32
 
 
 def weights(scores: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
-    """Returns the int64 weights of `scores` [num_rows, vocab_size], float32; `best`: row maxima [num_rows, 1]."""
+    """Returns exp(score - best) in fixed point, int64 [num_rows, vocab_size].
+
+    `scores`: float32 [num_rows, vocab_size]. `best`: their row maxima, [num_rows, 1].
+    """
     from_best = torch.where(scores == best, 0.0, scores - best)  # the best may be +inf
     distance = torch.where(scores > -torch.inf, from_best, LOWEST).clamp_(min=LOWEST)
     power = (distance * LOG2_E).add_(0.5).floor_()

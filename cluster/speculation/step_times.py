@@ -93,17 +93,19 @@ class StepTimes:
             return np.asarray(self.curve.at(rows) + wait_seconds, np.float64)
         demand = tokens * (self._num_ended / self._num_committed) * (self._num_prompt_tokens / self._num_joined)
         num_steps = np.maximum(1.0, demand / self._most_prompt_tokens)
-        beside = np.clip(demand, self._num_prompt_tokens / self._num_steps_with_prompts, self._most_prompt_tokens)
-        share = np.minimum(1.0, demand / beside)
+        num_with_prompts = np.clip(
+            demand, self._num_prompt_tokens / self._num_steps_with_prompts, self._most_prompt_tokens
+        )
+        share = np.minimum(1.0, demand / num_with_prompts)
         without = self.curve.at(rows / num_steps)
-        with_prompts = self.curve.at(rows / num_steps + beside)
+        with_prompts = self.curve.at(rows / num_steps + num_with_prompts)
         return np.asarray(num_steps * (without + share * (with_prompts - without) + wait_seconds), np.float64)
 
     def room_for_drafts(self, num_rows: int) -> int:
         """Returns the mean number of draft tokens that a step of `num_rows` sequences has room for.
 
-        In steps with prompts, the scheduler reserves half of the remaining room for them. With more drafts than fit,
-        some sequences would get no drafts.
+        In steps with prompts, drafts get at most half of the remaining room. With more drafts than fit, some sequences
+        would get none.
         """
         share = self._num_steps_with_prompts / max(self._num_steps, 1.0)
         return int(max(0, self._max_rows - num_rows) * (1.0 - share / 2.0))

@@ -13,8 +13,9 @@ _SECONDS_PER_STEP = 0.005
 def postpone_slow(running: Sequence[Generation]) -> set[Generation]:
     """Returns the sequences that do not decode in the next step, because their constraints took too long.
 
-    Each call, one a step, pays off `_SECONDS_PER_STEP`, divided equally among the slow sequences. A sequence waits
-    while it owes more than that. Nothing is postponed if all would be.
+    Must be called once per step. Each call subtracts `_SECONDS_PER_STEP`, divided equally, from the accumulated
+    constraint time of the slow sequences. A sequence is postponed while the remainder exceeds that value. Returns an
+    empty set if all sequences would be postponed.
     """
     slow = []
     for generation in running:

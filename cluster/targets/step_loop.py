@@ -236,7 +236,7 @@ class StepLoop(Target):
         """Measures the duration of steps before the first request, for the coordinator and for prefill pacing."""
         if self._speculation.num_speculative_tokens or self.limits.max_prefill_seconds is not None:
             times = list(profile_steps(self._time_step, self.limits.max_num_batched_tokens))
-            self._coordinator.know_step_times(times)
+            self._coordinator.observe_step_times(times)
             self._scheduler.pace.know(times)
 
     def _reset_metrics(self) -> None:

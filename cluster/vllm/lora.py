@@ -31,15 +31,15 @@ class LoraLimits:
 
         Values in `engine_args` take precedence. Raises ConfigurationError if they are too small or vLLM refuses them.
         """
-        given, ranks = target.engine_args, listed_ranks(target)
+        engine_args, ranks = target.engine_args, listed_ranks(target)
         has_later = target.lora_root is not None
         rank = max((*ranks, _LATER_RANK) if has_later else ranks)
-        max_rank = given.get("max_lora_rank", next((known for known in _RANKS if known >= rank), rank))
+        max_rank = engine_args.get("max_lora_rank", next((known for known in _RANKS if known >= rank), rank))
         if max_rank not in _RANKS:
             raise ConfigurationError(f"vLLM supports max_lora_rank {', '.join(map(str, _RANKS))}, not {max_rank!r}")
-        num_adapters = _number(given, "max_cpu_loras", len(ranks) + (_NUM_LATER if has_later else 0))
-        num_slots = _number(given, "max_loras", min(num_adapters, _NUM_SLOTS))
-        if "max_cpu_loras" not in given:
+        num_adapters = _positive_number(engine_args, "max_cpu_loras", len(ranks) + (_NUM_LATER if has_later else 0))
+        num_slots = _positive_number(engine_args, "max_loras", min(num_adapters, _NUM_SLOTS))
+        if "max_cpu_loras" not in engine_args:
             num_adapters = max(num_adapters, num_slots)
         if num_adapters < max(len(ranks), num_slots):
             raise ConfigurationError(
@@ -68,8 +68,8 @@ def listed_ranks(target: TargetConfig) -> Sequence[int]:
     return ranks
 
 
-def _number(given: dict[str, Any], name: str, default: int) -> int:
-    value = given.get(name, default)
+def _positive_number(engine_args: dict[str, Any], name: str, default: int) -> int:
+    value = engine_args.get(name, default)
     if type(value) is not int or value < 1:
         raise ConfigurationError(f"target.engine_args.{name} has to be 1 or more, not {value!r}")
     return value

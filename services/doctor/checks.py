@@ -22,10 +22,10 @@ def with_programs(costly: Sequence[Finding], facts: ClusterFacts) -> list[Findin
     return [*costly, *(Finding(name, what, remedy, None) for name, what, remedy in findings)]
 
 
-Told = Iterator[tuple[str, str, str]]
+Found = Iterator[tuple[str, str, str]]
 
 
-def _links(facts: ClusterFacts) -> Told:
+def _links(facts: ClusterFacts) -> Found:
     for unreachable in facts.unreachable:
         yield "worker unreachable", unreachable, "check that it runs, and that its address can be reached from here"
     for target in facts.targets:
@@ -37,7 +37,7 @@ def _links(facts: ClusterFacts) -> Told:
             )
 
 
-def _fingerprints(facts: ClusterFacts) -> Told:
+def _fingerprints(facts: ClusterFacts) -> Found:
     tokenizers = {worker.model.tokenizer_fingerprint for worker in facts.workers}
     if len(tokenizers) > 1:
         who = "; ".join(f"{worker.name}: {worker.model.tokenizer_fingerprint[:12]}" for worker in facts.workers)
@@ -48,14 +48,14 @@ def _fingerprints(facts: ClusterFacts) -> Told:
         )
 
 
-def _versions(facts: ClusterFacts) -> Told:
+def _versions(facts: ClusterFacts) -> Found:
     versions = {"router": facts.version} | {worker.name: worker.machine.version for worker in facts.workers}
     if len(set(versions.values())) > 1:
         who = ", ".join(f"{name} {version or 'unknown'}" for name, version in versions.items())
         yield "versions differ", who, "they work together; finish the rollout"
 
 
-def _clocks(workers: Iterable[WorkerFacts]) -> Told:
+def _clocks(workers: Iterable[WorkerFacts]) -> Found:
     for worker in workers:
         if abs(worker.clock_ahead_seconds) > _CLOCK_SECONDS:
             yield (
@@ -65,7 +65,7 @@ def _clocks(workers: Iterable[WorkerFacts]) -> Told:
             )
 
 
-def _isas(workers: Iterable[WorkerFacts]) -> Told:
+def _isas(workers: Iterable[WorkerFacts]) -> Found:
     for worker in workers:
         machine = worker.machine
         if machine.best_instruction_set != machine.instruction_set:

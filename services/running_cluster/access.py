@@ -105,7 +105,10 @@ class Access:
 
     @classmethod
     def of(cls, config: Config, context: ssl.SSLContext | None = None, named: Collection[str] = ()) -> Access:
-        """Returns an access with the files of a router. Raises ConfigurationError if a file cannot be used."""
+        """Returns the access with the certificates and tokens that `config` sets for a router.
+
+        `named`: URLs of metrics pages that get a token without TLS. Raises ConfigurationError if a file cannot be used.
+        """
         pools = (
             PoolAccess(
                 pool,

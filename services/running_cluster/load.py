@@ -144,7 +144,7 @@ class LoadMaker:
         return _Look(_counters(router, targets, drafts), _num_waiting(targets))
 
     def measured(self, workload: Workload, grown: Numbers) -> Measured:
-        """Returns the mean of one target in `grown`, the growth of one run or the sum of several."""
+        """Returns the counters per target. `grown`: their increase in one run, or the sum over several."""
         share = 1.0 / len(self.facts.targets)
 
         def steps(kind: str) -> StepTotals:

@@ -104,9 +104,11 @@ def check_unchanged(facts: ClusterFacts, access: Access) -> None:
         *_describe_all(access.target, [worker.address for worker in facts.targets], _describe_target, gone),
         *_describe_all(access.draft, [worker.address for worker in facts.drafts], _describe_draft, gone),
     ]
-    anew = {(worker.name, worker.epoch) for worker in facts.workers} - {(worker.name, worker.epoch) for worker in found}
-    if anew:
-        names = ", ".join(sorted(name for name, _ in anew))
+    restarted = {(worker.name, worker.epoch) for worker in facts.workers} - {
+        (worker.name, worker.epoch) for worker in found
+    }
+    if restarted:
+        names = ", ".join(sorted(name for name, _ in restarted))
         raise ConfigurationError(f"{names} of {facts.url} ended or restarted under the load: run this again")
 
 

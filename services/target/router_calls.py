@@ -44,7 +44,7 @@ class RouterStream:
         self.error: OutriderError | None = None  # the error that it ends with
         self._waiting: dict[int, CallReply] = {}
         self._is_closed = False
-        self._has_news = asyncio.Event()
+        self._has_replies = asyncio.Event()
         self._was_taken = asyncio.Event()
 
     def put(self, call: int, reply: CallReply) -> None:
@@ -53,7 +53,7 @@ class RouterStream:
             self._waiting[call] = reply
         else:
             waiting.merge(reply)
-        self._has_news.set()
+        self._has_replies.set()
 
     def drop(self, call: int) -> None:
         """Drops the unsent replies of `call`."""
@@ -62,14 +62,14 @@ class RouterStream:
     def close(self, error: OutriderError | None = None) -> None:
         """Ends the stream. `error`: the reason for which its calls were lost, if they were."""
         self._is_closed, self.error = True, error
-        self._has_news.set()
+        self._has_replies.set()
         self._was_taken.set()
 
     async def take(self) -> dict[int, CallReply]:
         """Waits for replies and returns all of them, by call; none once the stream is closed."""
         while not (self._waiting or self._is_closed):
-            self._has_news.clear()
-            await self._has_news.wait()
+            self._has_replies.clear()
+            await self._has_replies.wait()
         replies, self._waiting = self._waiting, {}
         self._was_taken.set()
         return replies

@@ -36,7 +36,7 @@ class Lesson:
 
 
 class AnswerReader:
-    """Runs a target on answers, one at a time, in the engine that serves it."""
+    """Computes a target's logits and hidden states for recorded answers, one at a time, in the serving engine."""
 
     def __init__(self, loaded: LoadedModel, block_size: int, longest: int, captured_layers: tuple[int, ...]) -> None:
         """`longest`: number of tokens of the longest answer and its prompt. `captured_layers`: as in `ModelConfig`."""

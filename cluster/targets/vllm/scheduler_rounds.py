@@ -164,7 +164,7 @@ class CoordinatedRounds:
         return self._coordinator.demand()
 
     def readings(self) -> Iterator[Reading]:
-        """Any thread."""
+        """Returns the metrics of the rounds. Thread-safe."""
         yield from self._coordinator.readings()
         failed = "Times that the coordinator failed and speculation was off for a while, by exception."
         for name, count in dict(self._failures).items():
@@ -172,7 +172,7 @@ class CoordinatedRounds:
 
     def _new_coordinator(self) -> Coordinator:
         coordinator = Coordinator(self._links.pool, self._config, self._vocab_size, self._limits, self._clock)
-        coordinator.know_step_times(self._step_times)
+        coordinator.observe_step_times(self._step_times)
         return coordinator
 
     def _known(self, requests: Sequence[Request]) -> list[SpeculativeSequence]:

@@ -212,7 +212,7 @@ class Advance(_message.Message):
     def lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """all tokens committed after base; an entry may be repeated or overtaken"""
+        """all tokens committed after base; an entry may repeat earlier ones"""
 
     @_builtins.property
     def num_speculative_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

@@ -150,7 +150,7 @@ Global___StepSpan: _TypeAlias = StepSpan  # noqa: Y015
 
 @_typing.final
 class AnswerSpan(_message.Message):
-    """A drafter's reply. The time that the drafter did not hold the request is the network's."""
+    """A drafter's reply. `seconds` minus `held_seconds` is the network's time."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -636,7 +636,7 @@ class Grammar(_message.Message):
     ebnf: _builtins.str
     """GBNF with the start rule `root`"""
     structural_tag: _builtins.str
-    """JSON: texts that start a part with a grammar of its own"""
+    """JSON: trigger texts, each followed by text that matches its own grammar"""
     def __init__(
         self,
         *,

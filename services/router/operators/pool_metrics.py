@@ -46,8 +46,8 @@ class PoolMetrics(Collector):
             "waiting_lora_adapters": "",
             "running_lora_adapters": ",".join(sorted(self._metrics.running_adapters)),
         }
-        told = "LoRA adapters of requests in flight, and how many can be named; the value is the time."
-        yield self._gauge("vllm:lora_requests_info", told, time.time(), **adapters)
+        description = "LoRA adapters of requests in flight, and how many can be named; the value is the time."
+        yield self._gauge("vllm:lora_requests_info", description, time.time(), **adapters)
 
     def _gauge(self, name: str, documentation: str, value: float, **labels: str) -> Metric:
         family = GaugeMetricFamily(name, documentation, labels=["model_name", "engine", *labels])

@@ -170,7 +170,7 @@ class Writer:
         return "".join(self._reasoning)
 
     def end(self) -> None:
-        """Adds held white space unless there was a call. Must be called last."""
+        """Writes white space that was held back, unless the answer has a tool call. Must be the last method called."""
         if self._held_content and not self.num_calls:
             self._say("content", self._held_content)
         self._held_content = ""

@@ -63,10 +63,10 @@ class ResponsesReply(Reply):
         yield self.event({"type": f"response.{response['status']}", "response": response})
 
     def failure(self, error: OutriderError) -> bytes:
-        told = envelope(error)["error"]
+        reported = envelope(error)["error"]
         response = self._response(None) | {
             "status": "failed",
-            "error": {"code": "server_error", "message": told["message"]},
+            "error": {"code": "server_error", "message": reported["message"]},
         }
         # If only comments were sent, clients still expect a response to begin before it fails.
         events = [] if self.progress.has_begun else list(self._beginning())

@@ -1,4 +1,4 @@
-"""The error for a schema that cannot be enforced, and the paths that it names."""
+"""SchemaError, the error of a schema that cannot be enforced, and `at`, which builds the path of its faulty part."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Remembers which target probably has which beginnings of prompts in its prefix cache.
+"""Remembers which beginnings of prompts each target probably has in its prefix cache.
 
 A prompt is a chain of chunks, each identified by a hash of its tokens and of all tokens before them. For each target a
-router keeps the chunks of the prompts that were computed there for it, as many as fit the target's KV cache. The oldest
-one is forgotten first, of one prompt the last chunk, as in the target's own cache.
+router keeps the chunks of its prompts that were computed there, at most the number that the target's KV cache holds.
+The least recently used chunk is forgotten first, and within a prompt the last one, as in the target's own cache.
 """
 
 from __future__ import annotations

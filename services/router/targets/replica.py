@@ -111,7 +111,7 @@ class Replica:
         self.prefixes = CachedPrefixes()
         self.queued_tokens = 0  # of our prompts there that have no token of an answer yet, without those it has cached
         self.num_in_flight = 0
-        self._num_others = 0  # sequences of other routers there at the last poll
+        self._num_foreign_sequences = 0  # sequences of other routers there at the last poll
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._object_to = object_to
         self._notify = notify
@@ -175,7 +175,7 @@ class Replica:
     @property
     def load(self) -> int:
         """Number of sequences at the replica: this router's, and the others that it reported."""
-        return self.num_in_flight + self._num_others
+        return self.num_in_flight + self._num_foreign_sequences
 
     @property
     def is_new(self) -> bool:
@@ -306,7 +306,7 @@ class Replica:
         if description.is_stuck:
             self._give_up("stuck")
         load = description.load
-        self._num_others = max(0, load.num_running + load.num_waiting - self.num_in_flight)
+        self._num_foreign_sequences = max(0, load.num_running + load.num_waiting - self.num_in_flight)
         num_cacheable = load.num_blocks * description.block_size if description.caches_prefixes else 0
         self.prefixes.limit(num_cacheable // CHUNK_TOKENS)
         self.traits = tuple(sorted(description.traits.items()))

@@ -141,10 +141,10 @@ class ReplicaPool:
         adapter: AdapterRef | None = None,
         routing_key: RoutingKey | None = None,
     ) -> Replica:
-        """Returns the replica for a prompt, one that has `adapter`; a silent one only if all are.
+        """Returns the replica that should run a prompt. It has `adapter`, and is silent only if all replicas are.
 
-        `like`: traits that it must have; if different targets are allowed, they are only preferred. `routing_key`
-        decides among the rest. Raises UnavailableError if there is no such replica.
+        `like`: required traits, which are only preferred if different targets are allowed. `routing_key`: chooses among
+        the remaining replicas. Raises UnavailableError if there is none.
         """
         replica = self.find(like, adapter, routing_key)
         if replica is None:

@@ -36,5 +36,5 @@ class RetryAfter:
 
     @property
     def retry_after(self) -> int:
-        """Seconds after which to retry: the longest of the periods, within bounds."""
+        """Seconds after which to retry: the longest remembered outage, within bounds."""
         return min(max(_LEAST_S, math.ceil(max(self._lengths, default=0.0))), _MOST_S)

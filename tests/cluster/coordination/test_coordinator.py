@@ -250,7 +250,7 @@ def test_a_proposal_not_worth_its_wait_is_used_by_the_step_after(pool: ScriptedP
     """As far as it still fits: the sequence decodes plainly meanwhile, with those that have no drafts."""
     config = SpeculationConfig(controller="goodput", draft_timeout_ms=TIMEOUT_S * 1000, num_speculative_tokens=K)
     coordinator = Coordinator(pool, config, VOCAB_SIZE, LIMITS, pool.clock)
-    coordinator.know_step_times([(4, 0.020)])
+    coordinator.observe_step_times([(4, 0.020)])
     few, many = new_sequence(), [new_sequence(k=0) for _ in range(3)]
     coordinator.begin((), [few, *many])
     wire_id = few.wire_id
