@@ -8,6 +8,8 @@ from typing import Any
 _KEYS: Mapping[str, str] = {
     "draft.layers": "the drafter layer-skip no longer exists",
     "draft.ngram_min": "ngram looks up runs of any length up to draft.ngram_max",
+    "draft.product_tiles": "tiles are those that are fast on an H100",
+    "target.product_tiles": "tiles are those that are fast on an H100",
     "draft.reflection": "workers no longer offer gRPC reflection: give grpcurl the folder protos/",
     "target.reflection": "workers no longer offer gRPC reflection: give grpcurl the folder protos/",
     "speculation.run_ahead_branches": "it is 3, or 0 where draft and target share cores",

@@ -34,11 +34,6 @@ class WorkerConfig(Section):
         None, description="store the layers' projections as integers, converted from the checkpoint at start"
     )
     quantization_group_size: PositiveInt = Field(32, description="weights that share a scale in int4: 32 or 128")
-    product_tiles: Path | None = Field(
-        None,
-        description="file of `python -m bench.gpu_tune`: how a GPU divides the products of integers and of invariant "
-        "numerics, which changes no bit of them; null: as is fast on an H100",
-    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="auto: a GPU if PyTorch finds one, otherwise the CPU"
     )

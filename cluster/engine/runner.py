@@ -10,7 +10,6 @@ import torch
 from cluster.config.workers import Numerics, WorkerConfig
 from cluster.engine.batch import Batch, Segment, Unread, pack, slots_of
 from cluster.engine.blocks import BlockManager
-from cluster.engine.gpu_kernels.product_tiles import use_tiles
 from cluster.engine.graph_memory import StepModel, graph_bytes, graph_sizes
 from cluster.engine.host_memory import host_cache_bytes
 from cluster.engine.kv_cache import KVCache, block_bytes
@@ -137,8 +136,6 @@ def load_weights(
     dtype = resolve_dtype(config.dtype, device)
     quantization = quantization_of(config)
     folder = resolve_model_folder(config.model)
-    if config.product_tiles is not None and device.type == "cuda":
-        use_tiles(config.product_tiles)
     return load_model(
         folder,
         dtype,

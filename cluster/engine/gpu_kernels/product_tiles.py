@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-
-from cluster.errors import ConfigurationError
 
 _MOST_PARTS = 8
 _PROGRAMS = (
@@ -33,7 +28,7 @@ class Tile:
 
 # Tiles by bytes per value, from few rows to many. `_ROWS` has the limits; the last tile is for all larger numbers.
 TILES = {
-    2: (Tile(16, 64, 4, 8), Tile(64, 128, 4, 4), Tile(128, 128, 8, 3)),  # `use_tiles` replaces these
+    2: (Tile(16, 64, 4, 8), Tile(64, 128, 4, 4), Tile(128, 128, 8, 3)),
     4: (Tile(16, 32, 4, 3), Tile(32, 32, 4, 3), Tile(64, 64, 8, 2)),
 }
 _ROWS = (16, 64)  # maximum number of rows for the first and second tiles
@@ -41,28 +36,10 @@ BLOCKS = {2: 64, 4: 32}
 "Inputs that are multiplied at once, by bytes per value. It decides the order of sums, so all tiles share it."
 
 
-_used_tiles: dict[int, Sequence[Tile]] = dict(TILES)
-
-
 def choose_tile(num_rows: int, value_bytes: int) -> Tile:
     """Returns the tile of a product of `num_rows` rows."""
     index = sum(num_rows > most for most in _ROWS)
-    return _used_tiles[value_bytes][index]
-
-
-def use_tiles(path: Path) -> None:
-    """Uses the tiles that `bench.gpu_tune` wrote to `path` for all products of 2-byte values in this process.
-
-    Raises ConfigurationError.
-    """
-    try:
-        tiles = [Tile(*map(int, sizes)) for sizes in json.loads(path.read_text(encoding="utf-8"))["tiles"]]
-        sizes = [size for tile in tiles for size in (tile.num_rows, tile.num_columns, tile.num_warps)]
-        if len(tiles) != len(TILES[2]) or any(size < 1 or size & size - 1 for size in sizes):
-            raise ValueError(f"{len(TILES[2])} tiles with rows, columns and warps that are powers of 2 are needed")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigurationError(f"product_tiles {path}: {error}; write it with bench.gpu_tune") from error
-    _used_tiles[2] = tiles
+    return TILES[value_bytes][index]
 
 
 def num_parts(num_outputs: int, num_inputs: int) -> int:
