@@ -91,6 +91,16 @@ class _Prompts:
     echoes: list[str]  # text that each prompt's choices begin with; "" without `echo`
 
 
+@dataclass(frozen=True)
+class AnswerForm:
+    """How the answers to a request are limited and read; prepared once, before its choices start."""
+
+    grammar: Grammar | None = None  # None: the text is free
+    reader: Reader | None = None  # None: all of an answer is content
+    turn_end_ids: frozenset[int] = frozenset()  # tokens that end an answer in addition to the model's end tokens
+    shown_special_tokens: Collection[int] = ()  # special tokens that stay in the text because the reader needs them
+
+
 class ApiEndpoint(abc.ABC, Generic[R]):
     request_type: type[R]
     reply_type: ClassVar[type[Reply]]
@@ -106,25 +116,13 @@ class ApiEndpoint(abc.ABC, Generic[R]):
         """Returns the request with the body `fields`. Raises InvalidRequestError naming the field."""
         return parse_request(self.request_type, fields)
 
-    def _reader(self, request: R, prompt: list[int]) -> Reader | None:
-        """Returns the reader of answers to `prompt`; None if all of an answer is content."""
-        return None
-
-    def _grammar(self, request: R, reader: Reader | None) -> Grammar | None:
-        """Returns the grammar of an answer's text; None if the text is free."""
-        return request.grammar
+    def _answer_form(self, request: R, prompt: list[int]) -> AnswerForm:
+        """Returns the form of the answers to `prompt`, the first prompt of `request`."""
+        return AnswerForm(request.grammar)
 
     def _reply(self, request: R, reader: Reader | None, **frame: Any) -> Reply:
         """Returns the reply to `request`. `frame`: arguments that every reply takes."""
         return self.reply_type(**frame)
-
-    def _shown_special_tokens(self, request: R) -> Collection[int]:
-        """Returns the special tokens that stay in the answer's text because its reader needs them."""
-        return ()
-
-    def _turn_end_ids(self, request: R) -> frozenset[int]:
-        """Returns the tokens that end an answer to `request` in addition to the model's end tokens."""
-        return frozenset()
 
     async def create(self, http_request: Request) -> Response:
         """Answers `http_request`. If it raises OutriderError, nothing is left running."""
@@ -193,19 +191,19 @@ class ApiEndpoint(abc.ABC, Generic[R]):
     ) -> Answer:
         """Starts the choices of `request`. Raises InvalidRequestError if it exceeds the targets' limits."""
         limits = self._serving.pool.limits()
-        reader = self._reader(request, prompts.token_ids[0])
-        reply = self._new_reply(request, reader, request_id, adapter, limits.fingerprint)
-        choices = self._choice_requests(request, reader, reply, prompts, adapter, limits)
+        form = self._answer_form(request, prompts.token_ids[0])
+        reply = self._new_reply(request, form.reader, request_id, adapter, limits.fingerprint)
+        choices = self._choice_requests(request, form, reply, prompts, adapter, limits)
         if self._serving.traffic is not None:
             self._serving.traffic.add(prompts.token_ids)
         prompt_lens = [len(prompt) for prompt in prompts.token_ids]
-        observer.begin(request, reply, self._serving.model_id, adapter, prompt_lens, reader)
-        form, window = self._text_format(request, reader, limits), StartWindow()
+        observer.begin(request, reply, self._serving.model_id, adapter, prompt_lens, form.reader)
+        text_format, window = self._text_format(request, form, limits), StartWindow()
         sequences = [
             generate(
                 self._serving.pool,
                 choice,
-                ChoiceWriter(form, prompts.echoes[index // request.n]),
+                ChoiceWriter(text_format, prompts.echoes[index // request.n]),
                 ChoiceObserver(observer, choice, counts_prompt=index % request.n == 0),
                 window,
                 self._serving.max_pause_seconds,
@@ -240,7 +238,7 @@ class ApiEndpoint(abc.ABC, Generic[R]):
     def _choice_requests(
         self,
         request: R,
-        reader: Reader | None,
+        form: AnswerForm,
         reply: Reply,
         prompts: _Prompts,
         adapter: AdapterRef | None,
@@ -255,15 +253,15 @@ class ApiEndpoint(abc.ABC, Generic[R]):
             seed=reply.seed,
             limits=limits,
             tokenizer=self._serving.tokenizer,
-            grammar=self._grammar(request, reader),
-            turn_end_ids=self._turn_end_ids(request),
+            grammar=form.grammar,
+            turn_end_ids=form.turn_end_ids,
             adapter=adapter,
             may_speculate=self._serving.switch.draw(),
         )
 
-    def _text_format(self, request: R, reader: Reader | None, limits: Limits) -> TextFormat:
+    def _text_format(self, request: R, form: AnswerForm, limits: Limits) -> TextFormat:
         stop_token_ids = frozenset(request.stop_token_ids)
-        end_token_ids = stop_token_ids | self._turn_end_ids(request) | limits.eos_token_ids
+        end_token_ids = stop_token_ids | form.turn_end_ids | limits.eos_token_ids
         return TextFormat(
             self._serving.tokenizer,
             request.stop_strings,
@@ -272,9 +270,9 @@ class ApiEndpoint(abc.ABC, Generic[R]):
             stop_token_ids,
             request.min_tokens,
             has_no_tokens=request.token_limit[1] == 0,
-            shown_special_tokens=self._shown_special_tokens(request),
+            shown_special_tokens=form.shown_special_tokens,
             has_rounds=request.return_rounds,
-            reader=reader,
+            reader=form.reader,
         )
 
 

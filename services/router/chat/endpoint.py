@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Self
@@ -12,7 +12,7 @@ from pydantic import Field, PlainValidator, model_validator
 from cluster.constraints import Grammar
 from cluster.errors import InvalidRequestError
 from cluster.logprobs import MAX_LOGPROBS
-from services.router.api.endpoint import ApiEndpoint, Serving
+from services.router.api.endpoint import AnswerForm, ApiEndpoint, Serving
 from services.router.api.reply import ChoicesReply, Reply
 from services.router.api.request import UNSUPPORTED_FIELDS, ApiRequest, MaxTokens
 from services.router.chat.fields import TemplateVariables
@@ -186,19 +186,23 @@ class ChatCompletions(ApiEndpoint[ChatRequest]):
     def _encode(self, request: ChatRequest) -> list[list[int]]:
         return [self._prompts.encode(request.conversation, add_special_tokens=request.add_special_tokens)]
 
-    def _turn_end_ids(self, request: ChatRequest) -> frozenset[int]:
-        return frozenset() if request.ignore_eos else self._prompts.turn_end_ids
-
-    def _grammar(self, request: ChatRequest, reader: Reader | None) -> Grammar | None:
-        grammar = request.grammar
-        if grammar is None or reader is None:
-            return grammar
-        return answer_grammar(grammar, request.grammar_field, reader, self._serving.tokenizer.special_tokens)
+    def _answer_form(self, request: ChatRequest, prompt: list[int]) -> AnswerForm:
+        reader, grammar = self._reader(request, prompt), request.grammar
+        if grammar is not None and reader is not None:
+            special_tokens = self._serving.tokenizer.special_tokens
+            grammar = answer_grammar(grammar, request.grammar_field, reader, special_tokens)
+        return AnswerForm(
+            grammar,
+            reader,
+            frozenset() if request.ignore_eos else self._prompts.turn_end_ids,
+            self._readers.shown_special_tokens(request.tools, request.tool_choice),
+        )
 
     def _reply(self, request: ChatRequest, reader: Reader | None, **frame: Any) -> Reply:
         return ChatReply(reader=reader, **frame)
 
     def _reader(self, request: ChatRequest, prompt: list[int]) -> Reader | None:
+        """Returns the reader of answers to `prompt`; None if all of an answer is content."""
         return self._readers.reader(
             request.tools,
             request.tool_choice,
@@ -207,6 +211,3 @@ class ChatCompletions(ApiEndpoint[ChatRequest]):
             prompt=prompt,
             continued=text_of(request.messages[-1]["content"]) if request.continue_final_message else "",
         )
-
-    def _shown_special_tokens(self, request: ChatRequest) -> Collection[int]:
-        return self._readers.shown_special_tokens(request.tools, request.tool_choice)
