@@ -10,6 +10,7 @@ from typing import Any
 
 from cluster.config import Config
 from cluster.config.file import nearest_name
+from cluster.config.retired import RETIRED
 
 
 class AppendOverride(argparse.Action):
@@ -39,6 +40,10 @@ def settings_parser() -> argparse.ArgumentParser:
         group = parser.add_argument_group(f"settings of {section}", _help(described["description"]))
         for name, setting in properties_of(schema, section).items():
             _add_setting(group, f"{section}.{name}", setting)
+    for key in RETIRED:
+        parser.add_argument(
+            f"--{key}", action=AppendOverride, dest="overrides", const=(key,), default=[], help=argparse.SUPPRESS
+        )
     return parser
 
 

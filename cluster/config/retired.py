@@ -30,6 +30,10 @@ _VALUES: Mapping[tuple[str, str], tuple[str, str]] = {
 }
 
 
+RETIRED = tuple(_KEYS)
+"""The retired settings, as `section.key`."""
+
+
 def replace_retired(tree: dict[str, Any]) -> Iterator[str]:
     """Takes retired settings out of the configuration `tree`, and yields a warning for each."""
     for key, now in _KEYS.items():

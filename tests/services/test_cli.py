@@ -177,6 +177,14 @@ def test_options_of_serve_become_settings(monkeypatch: pytest.MonkeyPatch) -> No
     assert config.draft.allow_untested_vllm
 
 
+def test_a_retired_setting_is_an_option_that_help_does_not_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check-config", "--draft.layers", "even"]) == 0
+    assert "draft.layers is ignored" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["router", "--help"])
+    assert "--draft.layers" not in capsys.readouterr().out
+
+
 def test_an_unusable_setting_is_one_line_and_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "--set", "target.thread=2"]) == 2
     assert capsys.readouterr().err == "outrider serve: unknown key 'target.thread'; did you mean 'threads'?\n"
