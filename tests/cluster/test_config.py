@@ -118,6 +118,11 @@ def test_a_drafter_that_cannot_be_is_refused():
         load_config(None, ["draft.placement=in-process", "draft.drafter=simulated"])
 
 
+def test_without_run_ahead_there_are_no_branches():
+    assert SpeculationConfig().num_run_ahead_branches == 3
+    assert SpeculationConfig(max_run_ahead=0).num_run_ahead_branches == 0
+
+
 def test_retired_settings_have_no_effect_but_a_warning(caplog):
     retired = [
         "draft.ngram_min=2",

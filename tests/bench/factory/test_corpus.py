@@ -15,6 +15,12 @@ def _root(directory: Path, licence: str = "MIT") -> SourceRoot:
     return SourceRoot(directory, frozenset({".py"}), frozenset(), {}, package)
 
 
+def test_what_is_held_out_stays_held_out() -> None:
+    """The bundled models were not trained on these files."""
+    assert is_held_out("asyncio/base_subprocess.py")
+    assert not is_held_out("json/decoder.py")
+
+
 def test_the_same_files_give_the_same_corpus_wherever_they_lie(library: Path) -> None:
     first = collect([_root(library)], 10**6)
     moved = library.rename(library.with_name("elsewhere"))

@@ -90,8 +90,9 @@ def test_self_int4_of_a_target_in_int4_is_the_target(new_config: Callable[..., C
 def test_what_is_shared_computes_what_a_copy_does(new_config: Callable[..., Config]) -> None:
     config = new_config("self-int4", {"dtype": "float32"}, {"dtype": "float32"})
     copied = ModelRunner(load_draft_weights(config), 4, 8)
-    shared = ModelRunner(both(config)[1], 4, 8)
+    target, shared = (ModelRunner(loaded, 4, 8) for loaded in both(config))
     assert torch.equal(shared.run([SEGMENT]), copied.run([SEGMENT]))
+    assert not torch.equal(shared.run([SEGMENT]), target.run([SEGMENT]))  # it has 4 bits
 
 
 @pytest.mark.parametrize(
