@@ -37,13 +37,13 @@ def not_below_zero(text: str) -> float:
     return _from_zero(text, sys.float_info.max, "up")
 
 
-def _from_zero(text: str, most: float, reported: str) -> float:
+def _from_zero(text: str, most: float, bound: str) -> float:
     try:
         number = float(text)
     except ValueError:
         number = -1.0
     if not 0 <= number <= most:
-        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a number from 0 {reported}")
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a number from 0 {bound}")
     return number
 
 

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-HELD_OUT_ONE_IN = 40
+_HELD_OUT_ONE_IN = 40
 LIBRARY_SUFFIXES = frozenset({".py", ".txt"})
 # The code-page tables under encodings/ are generated, and so regular that every model looks better on them.
 NOT_IN_LIBRARY = frozenset({"site-packages", "dist-packages", "encodings"})
@@ -39,7 +39,7 @@ def held_out_texts() -> list[HeldOutText]:
 
 def is_held_out(relative_path: str) -> bool:
     """Returns whether a file is held out; depends on its path alone, so installations agree."""
-    return hash_number(relative_path) % HELD_OUT_ONE_IN == 0
+    return hash_number(relative_path) % _HELD_OUT_ONE_IN == 0
 
 
 def standard_library() -> Path:

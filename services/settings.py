@@ -41,9 +41,7 @@ def settings_parser() -> argparse.ArgumentParser:
         for name, setting in properties_of(schema, section).items():
             _add_setting(group, f"{section}.{name}", setting)
     for key in RETIRED:
-        parser.add_argument(
-            f"--{key}", action=AppendOverride, dest="overrides", const=(key,), default=[], help=argparse.SUPPRESS
-        )
+        _add_option(parser, key, argparse.SUPPRESS)
     return parser
 
 
@@ -78,14 +76,14 @@ def known_options(unknown: str, parser: argparse.ArgumentParser) -> list[str]:
 
 
 def _add_setting(group: argparse._ArgumentGroup, key: str, setting: Mapping[str, Any]) -> None:
+    _add_option(
+        group, key, _help(f"{setting['description']} [{kind_of(setting)}; default {plain(setting['default'])}]")
+    )
+
+
+def _add_option(group: argparse._ActionsContainer, key: str, description: str) -> None:
     group.add_argument(
-        f"--{key}",
-        action=AppendOverride,
-        dest="overrides",
-        const=(key,),
-        default=[],
-        metavar="VALUE",
-        help=_help(f"{setting['description']} [{kind_of(setting)}; default {plain(setting['default'])}]"),
+        f"--{key}", action=AppendOverride, dest="overrides", const=(key,), default=[], metavar="VALUE", help=description
     )
 
 

@@ -1,4 +1,4 @@
-"""Settings of earlier versions. They are accepted with a warning for one more version, and have no effect."""
+"""Settings of earlier versions. They are accepted for one more version: a warning says what holds instead."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ _VALUES: Mapping[tuple[str, str], tuple[str, str]] = {
     ("speculation.controller", "threshold"): ("goodput", "a rule on the acceptance rate was never faster"),
 }
 
-
 RETIRED = tuple(_KEYS)
 """The retired settings, as `section.key`."""
 
@@ -37,23 +36,22 @@ RETIRED = tuple(_KEYS)
 def replace_retired(tree: dict[str, Any]) -> Iterator[str]:
     """Takes retired settings out of the configuration `tree`, and yields a warning for each."""
     for key, now in _KEYS.items():
-        *sections, name = key.split(".")
-        section = _section(tree, sections)
+        section, name = _place_of(tree, key)
         if name in section:
             del section[name]
             yield f"{key} is ignored and will be refused by the next version: {now}"
     for (key, value), (substitute, reason) in _VALUES.items():
-        *sections, name = key.split(".")
-        section = _section(tree, sections)
+        section, name = _place_of(tree, key)
         if section.get(name) == value:
             section[name] = substitute
             yield f"{key} {value} is replaced by {substitute} and will be refused by the next version: {reason}"
 
 
-def _section(tree: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    """Returns a section of `tree`; an empty one if there is none."""
-    for name in names:
-        tree = tree.get(name) or {}
+def _place_of(tree: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
+    """Returns the section of `tree` with the setting `key`, empty if there is none, and the setting's name there."""
+    *sections, name = key.split(".")
+    for section in sections:
+        tree = tree.get(section) or {}
         if not isinstance(tree, dict):
-            return {}
-    return tree
+            return {}, name
+    return tree, name

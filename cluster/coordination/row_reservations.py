@@ -99,7 +99,8 @@ class RowReservations:
         options.sort(key=lambda row: row[0], reverse=True)
         worths = np.array([0.0, *(worth * number for worth, number, _ in options)])
         numbers = np.array([0, *(number for _, number, _ in options)])
-        _, (best,) = best_prefix(num_other_rows, worths, self._steps.curve.at(num_other_rows + np.cumsum(numbers)))
+        seconds = self._steps.curve.at(num_other_rows + np.cumsum(numbers))
+        _, (best,) = best_prefix(num_other_rows + np.cumsum(worths), seconds)
         most = dict.fromkeys(groups, 0)
         for _, _, group in options[:best]:
             most[group] += 1

@@ -216,10 +216,10 @@ class ModelDrafter(Drafter):
                 and not (sequence.params.has_penalty or sequence.params.logit_bias)
                 for sequence, node, _ in extended
             )
-            and any(self._num_owed(sequence) > 1 for sequence, *_ in extended)
+            and any(self._num_to_draft(sequence) > 1 for sequence, *_ in extended)
         )
 
-    def _num_owed(self, sequence: DraftSequence) -> int:
+    def _num_to_draft(self, sequence: DraftSequence) -> int:
         """Returns the number of tokens that complete a chain's proposal; 1 if it is complete, to run ahead."""
         room = self.max_model_len - len(sequence.token_ids)
         return max(1, min(sequence.num_owed - sequence.num_drafted, room))
@@ -228,7 +228,7 @@ class ModelDrafter(Drafter):
         """Adds the owed tokens to every chain; only one token to a chain without blocks for more."""
         owed = []
         for sequence in sequences:
-            count = self._num_owed(sequence)
+            count = self._num_to_draft(sequence)
             has_room = self._runner.blocks.grow(self._caches[sequence].block_table, len(sequence.token_ids) + count - 1)
             owed.append(count if has_room else 1)
         requests = [

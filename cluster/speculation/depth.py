@@ -208,11 +208,10 @@ class _Search:
             wait = self._wait_seconds(taken, depth_of, place, self._links[sequence_of])
         else:
             wait = np.zeros(taken.shape)
-        gains = np.where(taken, worth, 0.0)
-        tokens = self._num_tokens + np.cumsum(gains, axis=1)
+        tokens = self._num_tokens + np.cumsum(np.where(taken, worth, 0.0), axis=1)
         fits = (wait <= self._max_wait_seconds) & (num_taken <= self._max_drafts)
         took = np.where(fits, self._steps.seconds(self._num_rows + rows, tokens, wait), np.inf)
-        rate, (limit, last) = best_prefix(self._num_tokens, gains, took)
+        rate, (limit, last) = best_prefix(tokens, took)
         seconds = self._steps.curve.seconds(self._num_rows + float(rows[limit, last])) + float(wait[limit, last])
         num_drafts = np.bincount(sequence_of[: last + 1][taken[limit, : last + 1]], minlength=len(self._rates))
         return rate, num_drafts, float(tokens[limit, last]) / seconds

@@ -93,7 +93,7 @@ class DeviceDepths:
         survival = np.cumprod(own_rates(sequences), axis=1).sum(axis=0)  # [max_depth]
         number, depths = len(sequences), range(self.max_depth + 1)
         seconds = np.stack([_features(number * (1 + depth), depth) for depth in depths]) @ self._costs()
-        rate, (best,) = best_prefix(number, np.concatenate([[0.0], survival]), seconds)
+        rate, (best,) = best_prefix(number + np.cumsum(np.concatenate([[0.0], survival])), seconds)
         return best if rate >= _LEAST_GAIN * number / max(seconds[0], 1e-9) else 0
 
     def _costs(self) -> FloatArray:

@@ -52,14 +52,14 @@ def tokens_per_round(survival: Iterable[float]) -> float:
     return 1.0 + sum(survival)
 
 
-def best_prefix(num_tokens: float, worths: FloatArray, seconds: FloatArray) -> tuple[float, tuple[int, ...]]:
+def best_prefix(num_tokens: FloatArray, seconds: FloatArray) -> tuple[float, tuple[int, ...]]:
     """Returns the most tokens per second with the first drafts of a list, and the place of the last of these drafts.
 
-    `num_tokens`: committed tokens without drafts. `worths` [..., n]: expected committed tokens of each draft, or group
-    of drafts, the best first; other axes are alternatives. `seconds` [..., n]: duration of the step with the drafts up
-    to each one; infinite where they are not allowed.
+    The list has the drafts, or groups of drafts, in order of worth. `num_tokens` [..., n]: expected committed tokens of
+    the step with the drafts up to each one; other axes are alternatives. `seconds` [..., n]: its duration; infinite
+    where these drafts are not allowed.
     """
-    rates = (num_tokens + np.cumsum(worths, axis=-1)) / np.maximum(seconds, 1e-9)
+    rates = num_tokens / np.maximum(seconds, 1e-9)
     place = tuple(int(index) for index in np.unravel_index(rates.argmax(), rates.shape))
     return float(rates[place]), place
 

@@ -149,20 +149,20 @@ class AdapterCalls:
         answers = await asyncio.gather(*(ask(replica) for replica in replicas), return_exceptions=True)
         await asyncio.gather(*(replica.poll() for replica in replicas))  # lists the new adapters immediately
         errors: list[tuple[Replica, OutriderError]] = []
-        reported: list[dict[str, Any]] = []
+        rows: list[dict[str, Any]] = []
         for replica, answer in zip(replicas, answers, strict=True):
             if isinstance(answer, OutriderError):
                 errors.append((replica, answer))
-                reported.append({"address": replica.address, "error": answer.message})
+                rows.append({"address": replica.address, "error": answer.message})
             elif isinstance(answer, BaseException):
                 raise answer
             else:
-                reported.append({"address": replica.address, **answer})
+                rows.append({"address": replica.address, **answer})
         if len(errors) == len(replicas):
             # A refusal is more important than a target that does not have the adapter or does not answer.
             replica, error = min(errors, key=lambda item: isinstance(item[1], NotFoundError | UnavailableError))
             raise type(error)(f"target {replica.address}: {error.message}")
-        return reported
+        return rows
 
 
 async def _read(kind: type[_B], request: Request) -> _B:

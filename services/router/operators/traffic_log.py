@@ -21,7 +21,7 @@ _OWNER_ONLY = 0o600
 # Another user may put a link into a shared folder, or a FIFO, which without O_NONBLOCK waits for a reader.
 _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _FULL = "it is full"
-MAX_BYTES = 2**30  # of the file
+_MAX_BYTES = 2**30  # of the file
 
 
 class TrafficLog:
@@ -31,7 +31,7 @@ class TrafficLog:
     one line per router.
     """
 
-    def __init__(self, path: str, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, path: str, max_bytes: int = _MAX_BYTES) -> None:
         """Raises ConfigurationError if the file cannot be written, is a link, or belongs to another user."""
         try:
             self._file = os.open(path, _FLAGS, _OWNER_ONLY)
