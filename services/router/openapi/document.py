@@ -128,7 +128,7 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("GET", "/metrics", "Prometheus metrics", "", media_type="text/plain"),
     Operation("GET", "/version", "The version of Outrider", "Version"),
     Operation("GET", "/openapi.json", "This document", ""),
-    Operation("GET", "/docs", "This document as a page", "", media_type="text/html"),
+    Operation("GET", "/docs", "This document", ""),
 )
 
 

@@ -6,7 +6,7 @@ from functools import cached_property
 
 from pydantic_core import to_json
 from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from services.router.openapi.document import openapi_document
@@ -19,7 +19,7 @@ class OpenApi:
     def routes(self) -> list[Route]:
         return [
             Route("/openapi.json", self._show_document, methods=["GET"]),
-            Route("/docs", self._lead_to_document, methods=["GET"]),
+            Route("/docs", self._show_document, methods=["GET"]),
         ]
 
     @cached_property
@@ -28,6 +28,3 @@ class OpenApi:
 
     async def _show_document(self, _: Request) -> Response:
         return Response(self._document, media_type="application/json")
-
-    async def _lead_to_document(self, _: Request) -> Response:
-        return RedirectResponse("openapi.json")
