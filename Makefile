@@ -106,7 +106,7 @@ $(DEMO_MODEL)/tokenizer.json: | $(READY_DEMO)
 
 demo: $(READY_DEMO) $(DEMO_MODEL)/tokenizer.json
 	@exec $(BIN)/outrider serve --target $(DEMO_MODEL) --draft outrider-draft-smollm2-135m --served-model-name smollm2-135m-instruct \
-	  --router.page_question 'What is the capital of France, and what is it known for?' --open $(ARGS)
+	  --open $(ARGS)
 
 # Without vLLM, Ray, the clients or a browser their tests say that they are missing, and are skipped, unless REQUIRE_VLLM,
 # REQUIRE_RAY, REQUIRE_CLIENTS or REQUIRE_BROWSER is set. Tests run in three processes, also those of whole clusters, which

@@ -5,7 +5,6 @@ A head with the routers; nodes named for the GPUs they would have, A100 for targ
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
 import signal
@@ -53,8 +52,6 @@ PLACED = (
     "ray.draft.num_cpus=0",
     "ray.draft.resources={A10G: 1}",
     "ray.draft.max_replicas=3",
-    "placement.host_label=host",
-    "placement.zone_label=zone",
 )
 
 
@@ -66,7 +63,6 @@ class RayNodes:
         head: dict[str, Any] = {
             "num_cpus": 1,
             "resources": {"edge": 4},
-            "labels": {"host": "head"},
             "object_store_memory": _MEMORY,
         }
         # Apart from other Rays of this machine, which look for one that was started here. Sockets need a short path.
@@ -78,7 +74,7 @@ class RayNodes:
             head["external_addresses"] = [self._redis.address]
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
         self._nodes: dict[str, Any] = {}
-        self._numbers = itertools.count()
+        self.kinds: dict[str, str] = {}  # by host
         try:
             for kind in ("A100", "A10G"):
                 for zone in ("a", "b"):
@@ -96,15 +92,20 @@ class RayNodes:
         return f"http://127.0.0.1:{self.proxy_port}"
 
     def add(self, kind: str, zone: str) -> str:
-        """Returns the new node's host."""
-        host = f"{kind}-{zone}-{next(self._numbers)}"
-        self._nodes[host] = self._cluster.add_node(
+        """Returns the new node's host, by which workers on it are listed: the node's ID."""
+        node = self._cluster.add_node(
             num_cpus=0,
             resources={kind: 1 if kind == "A100" else 2},
-            labels={"host": host, "zone": zone},
+            labels={"ray.io/availability-zone": zone},
             object_store_memory=_MEMORY,
         )
-        return host
+        self._nodes[node.node_id] = node
+        self.kinds[node.node_id] = kind
+        return str(node.node_id)
+
+    @property
+    def head(self) -> str:
+        return str(self._cluster.head_node.node_id)
 
     def lose(self, host: str) -> None:
         """All of its processes are killed."""

@@ -14,7 +14,7 @@ from cluster.config.router import RouterConfig
 from cluster.config.simulation import SimulationConfig
 from cluster.config.speculation import SpeculationConfig
 from cluster.config.tls import TlsConfig
-from cluster.config.types import LogFormat, LogLevel, Section, Share
+from cluster.config.types import LogFormat, LogLevel, Section
 from cluster.config.workers import READ_STATES, DraftConfig, TargetConfig, WorkerConfig, model_name
 
 V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
@@ -30,11 +30,6 @@ class TracingConfig(Section):
         None,
         description="OTLP collector, such as `http://localhost:4318`; spans are sent to its `/v1/traces`. null: no "
         "tracing. Needs the extra `outrider[tracing]`",
-    )
-    sample_ratio: Share = Field(
-        1.0,
-        description="share of the requests without a `traceparent` that are traced; a `traceparent` decides for its "
-        "own request",
     )
 
 

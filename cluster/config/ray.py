@@ -67,11 +67,6 @@ class RayScalingConfig(Section):
         description="manual: no scaling; advise: decisions are only logged and exported as metrics; act: Serve "
         "applies them, within `min_replicas` and `max_replicas` of both pools",
     )
-    target_use: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.8,
-        description="desired utilization of targets: of KV blocks or of `target.max_num_seqs`, whichever is higher",
-    )
-    queued_tokens: PositiveInt = Field(4096, description="number of waiting tokens at which a target is added")
     draft_gain: Annotated[float, Field(gt=0)] = Field(
         0.05,
         description="minimum gain of a draft worker as measured by the targets, relative to the tokens/s of one "
@@ -126,5 +121,3 @@ class PlacementConfig(Section):
         description="share of a target's sequences that other draft models than the best get if a pool has several, "
         "so that all stay measured; it changes no token",
     )
-    host_label: str = Field("ray.io/node-id", description="Ray node label with the name of the host")
-    zone_label: str = Field("ray.io/availability-zone", description="Ray node label with the zone")

@@ -38,11 +38,6 @@ class RouterConfig(Section):
         "theirs (usually 5 s, nginx 60 s, Go's clients 90 s), or a request may reach a connection that is just "
         "being closed",
     )
-    write_timeout_seconds: PositiveSeconds = Field(
-        30.0,
-        description="seconds for which a client may not read a waiting answer (less than 64 KiB of a long one) "
-        "before its connection is closed and its request ended",
-    )
     drain_seconds: DrainSeconds = Field(
         30.0,
         description="seconds for which running requests may continue after SIGTERM; then they end with an error (503)",
@@ -120,11 +115,6 @@ class RouterConfig(Section):
         None,
         description="show browsers a page of the running cluster, at `/`: counts of all rounds, and no text but the "
         "page's own; null: only if `host` is an address of this machine alone",
-    )
-    page_question: Annotated[str, Field(min_length=1)] | None = Field(
-        None,
-        description="initial prompt of the page, as a question to a chat model; null: the beginning of a Python "
-        "function, to be completed",
     )
     routing: Literal["affinity", "least-loaded"] = Field(
         "affinity",

@@ -227,7 +227,6 @@ class DraftConfig(WorkerConfig):
         description="with drafter engine: vLLM's own `speculative_config`, such as `{method: ngram, "
         "prompt_lookup_max: 4}`; if it names no model, `draft.model` is used",
     )
-    ngram_max: PositiveInt = Field(4, description="maximum length in tokens of the runs that ngram looks up")
 
     @model_validator(mode="before")
     @classmethod

@@ -165,7 +165,7 @@ def _ngram(config: Config, progress: Progress | None, vocabulary: VocabularyMap 
     draft = config.draft
     model = ModelConfig.from_folder(resolve_model_folder(config.draft_model))
     max_model_len = model.resolve_max_model_len(draft.max_model_len)
-    return NgramDrafter(model.vocab_size, StepLimits.of(draft, max_model_len), draft.ngram_max)
+    return NgramDrafter(model.vocab_size, StepLimits.of(draft, max_model_len))
 
 
 def _vllm(config: Config, progress: Progress | None, vocabulary: VocabularyMap | None) -> Drafter:

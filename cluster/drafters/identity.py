@@ -16,7 +16,7 @@ def draft_fingerprint(config: Config) -> str:
     Proposals also depend on the processor, which is not included.
     """
     draft = config.draft
-    settings = draft.model_dump(mode="json", include={"drafter", "dtype", "quantization", "ngram_max"})
+    settings = draft.model_dump(mode="json", include={"drafter", "dtype", "quantization"})
     if draft.drafter == "simulated":
         settings |= config.simulation.model_dump(mode="json", include={"acceptance", "acceptance_schedule"})
     elif draft.drafter != "ngram":

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from cluster.drafters.base import Drafter, DraftSequence
 from cluster.engine.limits import StepLimits
 
+_LONGEST_RUN = 4  # tokens that are looked up; a longer run is found by its last ones
+
 
 class NgramDrafter(Drafter):
     """Drafter without a model, which proposes from the text so far: good for code, quotations and repetitive text.
@@ -17,8 +19,7 @@ class NgramDrafter(Drafter):
     dtype = "none"
     num_blocks = num_used_blocks = block_size = 0  # there is no model, so no KV cache
 
-    def __init__(self, vocab_size: int, limits: StepLimits, longest: int) -> None:
-        assert longest > 0
+    def __init__(self, vocab_size: int, limits: StepLimits, longest: int = _LONGEST_RUN) -> None:
         self.vocab_size = vocab_size
         self.max_model_len = limits.max_model_len
         self._max_num_seqs = limits.max_num_seqs

@@ -26,7 +26,9 @@ from cluster.placement.registry import Announcement, Load
 ScaledPool = Literal["target", "draft"]
 
 _MUCH_KV = 0.5  # above this KV use, the memory of a draft worker's sequences determines the room that it has
-_SLACK = 0.9  # targets are removed only if the use of the others stays below this share of `target_use`
+_TARGET_USE = 0.8  # wanted use of targets: share of KV blocks or of `target.max_num_seqs`, whichever is higher
+_QUEUED_TOKENS = 4096  # waiting tokens at which a target is added
+_SLACK = 0.9  # targets are removed only if the use of the others stays below this share of `_TARGET_USE`
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +90,10 @@ class Scaler:
         return Decision(pool, current, wanted, self._delays[pool].settle(current, wanted, now), inputs, reason)
 
     def _wanted_targets(self, loads: Sequence[Load], current: int) -> tuple[int, dict[str, float], str]:
-        scaling, most = self._config.ray.scaling, self._config.target.max_num_seqs
+        most = self._config.target.max_num_seqs
         full = sum(max(load.kv_use, load.num_running / most) for load in loads)
         queued = sum(load.num_waiting_tokens for load in loads)
-        needed = full / scaling.target_use + queued / scaling.queued_tokens
+        needed = full / _TARGET_USE + queued / _QUEUED_TOKENS
         more, fewer = math.ceil(needed), math.ceil(needed / _SLACK)
         wanted = self._targets.limit(more if more > current else min(fewer, current))
         inputs = {"use": full / len(loads), "queued_tokens": float(queued)}

@@ -21,7 +21,6 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from cluster.telemetry.tracing import NO_SPAN, Attributes, Span, SpanKind, TraceContext, Tracer
@@ -37,7 +36,7 @@ _COMPLAINT_SECONDS = 60.0
 
 
 class OtlpTracer(Tracer):
-    def __init__(self, endpoint: str, sample_ratio: float, service: str, instance: str) -> None:
+    def __init__(self, endpoint: str, service: str, instance: str) -> None:
         _complain_seldom()
         own = {
             "service.name": service,
@@ -46,7 +45,6 @@ class OtlpTracer(Tracer):
             "service.version": importlib.metadata.version("outrider"),
         }
         self._provider = TracerProvider(
-            sampler=ParentBasedTraceIdRatio(sample_ratio),
             # The environment's attributes take precedence over ours; `create` would reverse the order.
             resource=Resource.create({**own, **OTELResourceDetector().detect().attributes}),
             shutdown_on_exit=False,  # a shutdown at exit would wait for an unreachable collector

@@ -81,7 +81,7 @@ def make_tracer(config: TracingConfig, service: str, instance: str) -> Tracer:
     check_tracing(config)
     from cluster.telemetry.otlp import OtlpTracer  # imported here: without tracing the package is not needed
 
-    return OtlpTracer(config.endpoint, config.sample_ratio, service, instance)
+    return OtlpTracer(config.endpoint, service, instance)
 
 
 def _is_installed(name: str) -> bool:

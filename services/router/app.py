@@ -8,6 +8,7 @@ import importlib.metadata
 import os
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -21,7 +22,7 @@ from starlette.routing import Route
 
 from cluster.config import Config
 from cluster.errors import ConfigurationError
-from cluster.model_folder import resolve_model_folder
+from cluster.model_folder import ASSETS, resolve_model_folder
 from cluster.placement.endpoints import follow_addresses
 from cluster.telemetry.tracing import make_tracer
 from cluster.tokenization import Tokenizer
@@ -122,7 +123,7 @@ def create_app(config: Config) -> Starlette:
     prompts = ChatPrompts(template, tokenizer)
     health = Health(serving.pool, model_id)
     page = (
-        StatusPage(serving.feed, lambda: _hello(serving, template, config.router.page_question))
+        StatusPage(serving.feed, lambda: _hello(serving, template is not None, folder))
         if config.router.has_page
         else None
     )
@@ -178,14 +179,14 @@ def create_app(config: Config) -> Starlette:
     return app
 
 
-def _hello(serving: Serving, template: ChatTemplate | None, question: str | None) -> dict[str, Any]:
+def _hello(serving: Serving, has_chat: bool, folder: Path) -> dict[str, Any]:
     """Returns the first event of the page: the model, and the page's features."""
     limits = serving.pool.limits() if serving.pool.usable else None
     return {
         "model": serving.model_id,
         "version": importlib.metadata.version("outrider"),
-        "has_chat": template is not None,
-        "question": question,
+        "has_chat": has_chat,
+        "is_bundled": folder.is_relative_to(ASSETS),
         "max_speculative_tokens": 0 if limits is None else limits.max_speculative_tokens,
     }
 

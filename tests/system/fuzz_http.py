@@ -24,7 +24,6 @@ SETTINGS = (
     "router.header_timeout_seconds=1",
     "router.body_timeout_seconds=1",
     "router.idle_timeout_seconds=1",
-    "router.write_timeout_seconds=1",
     "router.max_connections=200",
 )
 _PATHS = (

@@ -32,6 +32,8 @@ _POLL_SECONDS = 0.1
 _KNOWN_SECONDS = 10.0  # time for a router to find targets, if there are any
 _HEARD_SECONDS = 2.5  # routers check their lists twice a second, read a list that was unchanged twice, then poll
 _ACCELERATOR_LABEL = "ray.io/accelerator-type"
+_HOST_LABEL = "ray.io/node-id"
+_ZONE_LABEL = "ray.io/availability-zone"
 _REGION_LABEL = "ray.io/availability-region"
 _CALLED: dict[Pool, Pool | None] = {"router": "target", "target": "draft", "draft": None}
 
@@ -173,10 +175,9 @@ class ProgramReplica:
 
     def _node_labels(self) -> NodeLabels:
         labels: dict[str, str] = ray.get_runtime_context().get_node_labels()
-        keys = self._config.placement
         return NodeLabels(
-            labels.get(keys.host_label),
-            labels.get(keys.zone_label),
+            labels.get(_HOST_LABEL),
+            labels.get(_ZONE_LABEL),
             labels.get(_REGION_LABEL),
             labels.get(_ACCELERATOR_LABEL),
         )

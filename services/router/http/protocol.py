@@ -34,6 +34,7 @@ MAX_HEADER_BYTES = 65_536  # size of a request's first line and headers
 _MAX_PIPELINED = 8
 _FRAMING = frozenset({b"content-length", b"transfer-encoding"})
 _LINGER_SECONDS = 2.0
+_WRITE_TIMEOUT_SECONDS = 30.0
 _LEAST_READ_BYTES = 65_536  # bytes that a client must read within each write timeout, unless fewer are left
 
 
@@ -264,7 +265,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _watch_writing(self) -> None:
         if self._write_timer is None:
             self._num_unread_bytes = self.transport.get_write_buffer_size()
-            self._write_timer = self.loop.call_later(self._limits.write_timeout_seconds, self._on_write_timeout)
+            self._write_timer = self.loop.call_later(_WRITE_TIMEOUT_SECONDS, self._on_write_timeout)
 
     def _on_write_timeout(self) -> None:
         self._write_timer = None

@@ -77,8 +77,11 @@ def test_spans_reach_the_collector(monkeypatch: pytest.MonkeyPatch) -> None:
     assert span.context == TraceContext(f"00-{TRACE}-{request.id}-01", "vendor=1")
 
 
-def test_what_is_sampled_is_the_callers_decision_where_there_is_one() -> None:
-    never, always = (OtlpTracer(NOWHERE, ratio, "service", "instance") for ratio in (0.0, 1.0))
+def test_what_is_sampled_is_the_callers_decision_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    always = OtlpTracer(NOWHERE, "service", "instance")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
+    never = OtlpTracer(NOWHERE, "service", "instance")
     assert never.start("request", "server", TraceContext()) is NO_SPAN
     assert never.start("request", "server", SAMPLED).is_recorded
     assert always.start("request", "server", UNSAMPLED) is NO_SPAN
@@ -92,7 +95,7 @@ def test_a_collector_that_is_away_is_worth_one_line(caplog: pytest.LogCaptureFix
     exporter_log = logging.getLogger("opentelemetry.exporter.otlp.proto.http.trace_exporter")
     for each in list(exporter_log.filters):
         exporter_log.removeFilter(each)
-    tracers = [OtlpTracer(NOWHERE, 1.0, "service", "instance") for _ in range(3)]
+    tracers = [OtlpTracer(NOWHERE, "service", "instance") for _ in range(3)]
     begun_at = time.monotonic()
     for tracer in tracers:
         tracer.start("request", "server", SAMPLED).end()

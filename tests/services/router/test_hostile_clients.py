@@ -17,6 +17,7 @@ import pytest
 
 from cluster.config.router import RouterConfig
 from services.launch.local import free_ports
+from services.router.http import protocol
 from services.router.http.connections import Connections
 from services.router.http.json_values import parse_json
 from services.router.http.protocol import MAX_HEADER_BYTES, MAX_HEADERS
@@ -349,9 +350,12 @@ LARGE = {"prompt": [70], "max_tokens": 190, "n": 32, "logprobs": 20, "ignore_eos
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_who_does_not_read_holds_nothing(new_router: NewRouter, target: ScriptedTarget, stream: bool) -> None:
+def test_who_does_not_read_holds_nothing(
+    new_router: NewRouter, target: ScriptedTarget, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    monkeypatch.setattr(protocol, "_WRITE_TIMEOUT_SECONDS", 0.3)
     target.tokens_per_reply = 10
-    router = new_router([target.address], write_timeout_seconds=0.3)
+    router = new_router([target.address])
     body = json.dumps(LARGE | {"stream": stream}).encode()
     with not_reading(router) as connection:
         connection.sendall(head(len(body)) + body)
@@ -360,9 +364,12 @@ def test_who_does_not_read_holds_nothing(new_router: NewRouter, target: Scripted
         wait_until(lambda: reading(router, "outrider_http_connections ") == 1)
 
 
-def test_a_slow_reader_is_served(new_router: NewRouter, target: ScriptedTarget) -> None:
+def test_a_slow_reader_is_served(
+    new_router: NewRouter, target: ScriptedTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "_WRITE_TIMEOUT_SECONDS", 2.0)
     target.tokens_per_reply = 10
-    router = new_router([target.address], write_timeout_seconds=2.0)
+    router = new_router([target.address])
     body = json.dumps(LARGE).encode()
     with not_reading(router) as connection:
         connection.sendall(head(len(body), b"connection: close") + body)

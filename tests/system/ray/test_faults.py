@@ -18,10 +18,10 @@ IN_CI = ("kill a router", "lose a target's node", "drain a target's node")
 def test_pools_are_where_they_belong_and_known(cluster: RayFaultCluster) -> None:
     targets, drafts, routers = (cluster.members(pool) for pool in ("target", "draft", "router"))
     assert [len(members) for members in (targets, drafts, routers)] == [2, 2, 2]
-    assert all(str(member.node.host).startswith("A100") for member in targets)
+    assert {cluster.nodes.kinds[str(member.node.host)] for member in targets} == {"A100"}
     assert {member.node.zone for member in targets} == {"a", "b"}
-    assert all(str(member.node.host).startswith("A10G") for member in drafts)
-    assert {member.node.host for member in routers} == {"head"}
+    assert {cluster.nodes.kinds[str(member.node.host)] for member in drafts} == {"A10G"}
+    assert {member.node.host for member in routers} == {cluster.nodes.head}
     assert len({member.fingerprint for member in (*targets, *drafts)}) == 1
     assert all(member.load is not None for member in (*targets, *drafts))
 

@@ -4,6 +4,8 @@ import { call, events } from "./client.js";
 import { byId, element, formatNumber, formatShare } from "./dom.js";
 import { KINDS, kindsOf } from "./rounds.js";
 
+const QUESTION = "What is the capital of France, and what is it known for?";
+
 export class Prompt {
   // `failed` is called with each error's message and status.
   constructor(failed) {
@@ -22,13 +24,14 @@ export class Prompt {
     });
   }
 
-  welcome({ model, has_chat: hasChat, question, max_speculative_tokens: maxDepth }) {
+  welcome({ model, has_chat: hasChat, is_bundled: isBundled, max_speculative_tokens: maxDepth }) {
     const kind = byId("prompt-kind");
     kind.querySelector("[value=chat]").disabled = !hasChat;
     const text = byId("prompt-text");
     // Only replaces an unedited text, and only at the first of several connections.
-    if (question && hasChat && !this.model && text.value === text.defaultValue) {
-      text.value = question;
+    // The bundled model only completes code.
+    if (hasChat && !isBundled && !this.model && text.value === text.defaultValue) {
+      text.value = QUESTION;
       kind.value = "chat";
     }
     this.model = model;

@@ -92,9 +92,8 @@ def test_a_draft_on_its_targets_host_takes_cores_of_the_targets_group(
 
 
 def test_further_drafts_are_deployments_of_their_own_with_other_settings() -> None:
-    further = (
-        "ray.further_drafts={zone-b: {replicas: 2, label_selector: {zone: b}, draft: {drafter: ngram, ngram_max: 6}}}"
-    )
+    zone_b = "replicas: 2, label_selector: {zone: b}, draft: {drafter: ngram, max_num_seqs: 6}"
+    further = f"ray.further_drafts={{zone-b: {{{zone_b}}}}}"
     config = load_config(None, ["draft.max_num_seqs=9", further])
     options = {options.name: options for options in deployment_options(config)}
     assert options.keys() == {"router", "target", "draft", "draft-zone-b"}
@@ -102,7 +101,7 @@ def test_further_drafts_are_deployments_of_their_own_with_other_settings() -> No
     assert options["draft-zone-b"].ray_actor_options["label_selector"] == {"zone": "b"}
     assert [pool_of(name) for name in options] == ["router", "target", "draft", "draft"]
     own = config_of_deployment(config, "draft-zone-b").draft
-    assert (own.drafter, own.ngram_max, own.max_num_seqs) == ("ngram", 6, 9)
+    assert (own.drafter, own.max_num_seqs) == ("ngram", 6)
     assert config_of_deployment(config, "draft") == config
 
 

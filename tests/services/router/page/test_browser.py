@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from cluster.config.file import load_config
+from cluster.model_folder import ASSETS
 from cluster.speculation.speed import (
     RoundCosts,
     best_num_speculative_tokens,
@@ -149,9 +151,10 @@ def test_it_shows_a_cluster_at_work(browser: Browser, cluster: LocalCluster, sch
         assert not any(len("".join(piece.split())) > 20 and piece in shown for piece in pieces)
 
 
-def test_a_question_of_the_configuration_is_put_to_a_model_that_converses(browser: Browser) -> None:
-    question = "What is a pangram?"
-    with LocalCluster(load_config(None, [*SETTINGS, f"router.page_question={question}"])) as cluster:
+def test_a_question_is_put_to_a_model_that_converses(browser: Browser, tmp_path: Path) -> None:
+    question = "What is the capital of France, and what is it known for?"
+    folder = shutil.copytree(ASSETS / "outrider-target-12m", tmp_path / "instruct")
+    with LocalCluster(load_config(None, [*SETTINGS, f"target.model={folder}"])) as cluster:
         cluster.wait_ready(READY_TIMEOUT_SECONDS)
         with Visit(browser, cluster.url) as visit:
             expect(visit.page.locator("#prompt-text")).to_have_value(question)
