@@ -20,7 +20,7 @@ from pathlib import Path
 import httpx
 
 from cluster.config.file import load_config
-from services.certs import write_certificates
+from deploy.certificates import write_certificates
 from services.launch.local import LocalCluster
 
 KEY = "sk-bench-0123456789abcdef"

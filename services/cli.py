@@ -20,7 +20,7 @@ from cluster.config.file import load_config
 from cluster.config.types import LogFormat, LogLevel
 from cluster.errors import AddressInUseError, ConfigurationError, OutriderError, UnavailableError
 from cluster.telemetry.logs import log_name, setup_logging
-from services import adapters, certs, check_config, health, speculation_switch
+from services import adapters, check_config, health, speculation_switch
 from services.argument_types import name_and_value
 from services.chat import cli as chat
 from services.distill import cli as distill
@@ -124,7 +124,6 @@ COMMANDS = (
     Command(
         "health", "check that a router or a worker answers, and which targets are up", health.add_arguments, health.run
     ),
-    Command("certs", "make an authority and certificates for development", certs.add_arguments, certs.run),
     Command(
         "speculation",
         "switch speculation off, on, or on for a share of the requests, at run time",

@@ -7,7 +7,7 @@ import ssl
 from pathlib import Path
 
 from cluster.config.tls import TlsConfig
-from services.certs import Authority, write_certificates
+from deploy.certificates import Authority, write_certificates
 
 LOCAL = ["127.0.0.1", "localhost"]
 

@@ -52,7 +52,7 @@ def test_every_setting_is_an_option_of_every_program(program: str, capsys: pytes
 
 
 @pytest.mark.parametrize(
-    "command", [["health"], ["certs"], ["speculation"], ["plan", "memory"], ["plan", "cluster"], ["prove"], ["distill"]]
+    "command", [["health"], ["speculation"], ["plan", "memory"], ["plan", "cluster"], ["prove"], ["distill"]]
 )
 def test_every_command_has_a_log_level(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

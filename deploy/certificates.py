@@ -1,6 +1,6 @@
-"""`outrider certs`: an authority for development, certificates of the programs that it signs, and a shared token.
+"""An authority for development, certificates of the programs that it signs, and a shared token.
 
-Clusters in production have an authority already, or cert-manager; this command is for trying TLS in a minute.
+Clusters in production have an authority already, or cert-manager; this is for trying TLS in a minute.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import os
 import re
 import secrets
 import socket
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,13 +52,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--days", type=int, default=90, metavar="N", help="days for which certificates are valid; default 90"
     )
-    parser.epilog = "example: outrider certs certs --name gpu1.internal --name 10.0.0.1"
+    parser.epilog = "example: python -m deploy.certificates certs --name gpu1.internal --name 10.0.0.1"
 
 
-def run(arguments: argparse.Namespace) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m deploy.certificates")
+    add_arguments(parser)
+    try:
+        run(parser.parse_args(argv))
+    except ConfigurationError as error:
+        print(f"python -m deploy.certificates: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def run(arguments: argparse.Namespace) -> None:
     """Raises ConfigurationError if `cryptography` is missing, or a name is invalid."""
     if importlib.util.find_spec("cryptography") is None:
-        raise ConfigurationError("cryptography is not installed: pip install 'outrider[certs]'")
+        raise ConfigurationError("cryptography is not installed: pip install cryptography")
     if not 1 <= arguments.days <= _AUTHORITY_DAYS:
         raise ConfigurationError(f"--days {arguments.days} is not from 1 to {_AUTHORITY_DAYS}")
     folder: Path = arguments.folder
@@ -74,7 +87,6 @@ Wrote {folder}: ca, {", ".join(PROGRAMS)}, {_CLIENT}, token. For all programs:
     tls_certificate_file: {folder}/router.crt
     tls_key_file: {folder}/router.key"""
     )
-    return 0
 
 
 def write_certificates(folder: Path, names: list[str], days: int) -> None:
@@ -248,3 +260,7 @@ def _write(path: Path, content: bytes, *, is_secret: bool) -> None:
     with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if is_secret else 0o644), "wb") as file:
         file.write(content)
     new.replace(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
