@@ -62,6 +62,7 @@ class ServeOption:
     settings: tuple[str, ...]
     purpose: str
     is_mapping: bool = False  # repeated NAME=VALUE, which replaces the whole setting
+    is_list: bool = False  # one or more values, also repeated
 
     @property
     def destination(self) -> str:
@@ -86,7 +87,18 @@ SERVE_OPTIONS = (
     ),
     ServeOption("--controller", "C", ("speculation.controller",), "how k is chosen: goodput (default) or fixed"),
     ServeOption("--dtype", "TYPE", ("target.dtype", "draft.dtype"), "auto, float32 or bfloat16, for target and draft"),
-    ServeOption("--served-model-name", "NAME", ("router.served_model_name",), "the model's name in requests"),
+    ServeOption(
+        "--served-model-name",
+        "NAME",
+        ("router.served_model_name",),
+        "names of the model in requests; ALIAS=NAME: another name of the model or of an adapter",
+        is_list=True,
+    ),
+    ServeOption("--chat-template", "FILE", ("router.chat_template",), "chat template, in place of the model's"),
+    ServeOption("--tensor-parallel-size", "N", ("target.tensor_parallel_size",), "GPUs of each target"),
+    ServeOption("--gpu-memory-utilization", "SHARE", ("target.memory_utilization",), "share of a GPU for the target"),
+    ServeOption("--max-num-seqs", "N", ("target.max_num_seqs",), "sequences that a target computes at once"),
+    ServeOption("--max-model-len", "N", ("target.max_model_len",), "tokens of a prompt and its answer"),
     ServeOption("--target-replicas", "N", ("target.replicas",), "target workers"),
     ServeOption("--draft-replicas", "N", ("draft.replicas",), "draft workers"),
     ServeOption(
@@ -97,6 +109,13 @@ SERVE_OPTIONS = (
         is_mapping=True,
     ),
 )
+
+
+_OF_VLLM = {
+    "--api-key": "write NAME:KEY in a file, and set --router.api_keys_file FILE",
+    "--root-path": "let the proxy remove the prefix of the path (docs/OPERATING.md, Gateways)",
+}
+"""What to write instead of options of `vllm serve`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +211,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         option = next((text.partition("=")[0] for text in unknown if text.startswith("-")), "")
         known = known_options(option, parser) if option else []
         hint = f"did you mean {' or '.join(known)}?" if known else f"see {parser.prog} --help"
+        hint = _OF_VLLM.get(option, hint)
         parser.error(f"unrecognized arguments: {' '.join(unknown)}; {hint}")
     return arguments
 
@@ -289,6 +309,7 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         help="local: processes on this machine (default); ray: a Ray Serve application, on a new Ray cluster if "
         "none runs here",
     )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="the same as --target MODEL")
     parser.add_argument("--open", action="store_true", help="open the page in a browser when it is ready")
     for option in SERVE_OPTIONS:
         if option.is_mapping:
@@ -300,6 +321,11 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
                 default=[],
                 metavar=option.metavar,
                 help=option.purpose,
+            )
+            continue
+        if option.is_list:
+            parser.add_argument(
+                option.flag, action="extend", nargs="+", default=[], metavar=option.metavar, help=option.purpose
             )
             continue
         parser.add_argument(
@@ -326,7 +352,14 @@ def _serve(arguments: argparse.Namespace) -> int:
         if option.is_mapping and (pairs := getattr(arguments, option.destination))
         for setting in option.settings
     ]
-    arguments.overrides = [*mappings, *arguments.overrides]
+    lists = [
+        f"{setting}={json.dumps(values)}"
+        for option in SERVE_OPTIONS
+        if option.is_list and (values := getattr(arguments, option.destination))
+        for setting in option.settings
+    ]
+    model = [] if arguments.model is None else [f"target.model={arguments.model}"]
+    arguments.overrides = [*mappings, *lists, *arguments.overrides, *model]
     config = _load(arguments)
     if arguments.open and not config.router.has_page:
         raise ConfigurationError("--open: there is no page to open, as router.page is off")

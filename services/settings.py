@@ -131,7 +131,7 @@ def kind_of(schema: Mapping[str, Any]) -> str:
         "null": "`null`",
         "object": "mapping",
     }
-    if "http" in schema.get("pattern", ""):
+    if "://" in schema.get("pattern", ""):
         return "URL"
     if "pattern" in schema:
         return "`host:port`, `dns:name:port` or `file:path`" if "dns:" in schema["pattern"] else "`host:port`"

@@ -261,10 +261,17 @@ class Config(Section):
 
     @property
     def served_model_id(self) -> str:
-        """The name that clients use: `router.served_model_name`, or the name of the target's model."""
-        if self.router.served_model_name is not None:
-            return self.router.served_model_name
+        """The name in answers: the first of `router.served_model_name`, or the name of the target's model."""
+        for name in self.router.served_model_name:
+            if "=" not in name:
+                return name
         return "simulated" if self.target.engine == "simulated" else model_name(self.target.model)
+
+    @property
+    def model_aliases(self) -> dict[str, str]:
+        """Further names in requests, with the name of the model or adapter that each one is for."""
+        pairs = [name.partition("=") for name in self.router.served_model_name]
+        return {alias: name or self.served_model_id for alias, _, name in pairs if alias != self.served_model_id}
 
     @property
     def has_drafter(self) -> bool:

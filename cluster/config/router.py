@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, IPvAnyNetwork, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, IPvAnyNetwork, PositiveInt, model_validator
 
 from cluster.config.types import DrainSeconds, FilePath, HostPort, Port, PositiveSeconds, Section, is_loopback
 
@@ -46,8 +46,24 @@ class RouterConfig(Section):
         60.0,
         description="seconds for which a request whose target was lost waits for another target, or for its restart",
     )
-    served_model_name: Annotated[str, Field(min_length=1)] | None = Field(
-        None, description="the model's name in requests; null: `target.model`, or its folder's name if it is a path"
+    drain_notice_seconds: Annotated[float, Field(ge=0)] = Field(
+        0.0,
+        description="first part of `drain_seconds`, in which probes are answered 503 and requests are still served, so "
+        "that a balancer can look elsewhere before the port closes",
+    )
+    served_model_name: Annotated[
+        tuple[Annotated[str, Field(min_length=1)], ...],
+        BeforeValidator(
+            lambda value: [value] if isinstance(value, str) else value or [],
+            json_schema_input_type=str | list[str] | None,
+        ),
+    ] = Field(
+        (),
+        description="names of the model in requests, the first one also in answers; `alias=name`: another name of the "
+        "model or of an adapter; []: `target.model`, or its folder's name if it is a path",
+    )
+    chat_template: FilePath | None = Field(
+        None, description="file with the chat template (Jinja); null: that of the target's model"
     )
     tool_call_parser: Literal["auto", "hermes", "llama3", "mistral", "qwen", "qwen3_xml", "none"] = Field(
         "auto",
@@ -98,9 +114,10 @@ class RouterConfig(Section):
         description="file to which prompts are appended as token IDs, one per line, for `outrider distill`: its "
         "readers see what clients asked; at 1 GiB logging stops; null: none",
     )
-    cors_allow_origins: tuple[Annotated[str, Field(pattern=r"^(\*|https?://[^\s/]+)$")], ...] = Field(
+    cors_allow_origins: tuple[Annotated[str, Field(pattern=r"^(\*|null|[a-z][a-z0-9+.-]*://[^\s/]+)$")], ...] = Field(
         (),
-        description="web pages that may call the router from a browser: origins such as `https://chat.example`, or `*`",
+        description="web pages that may call the router from a browser: origins such as `https://chat.example` or "
+        "`app://obsidian.md`, `null` (files and sandboxed frames: any site can have it), or `*`",
     )
     allowed_hosts: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")], ...] = Field(
         (),
@@ -136,6 +153,15 @@ class RouterConfig(Section):
     def _certificate_with_key(self) -> RouterConfig:
         if (self.tls_certificate_file is None) != (self.tls_key_file is None):
             raise ValueError("HTTPS needs both: set tls_certificate_file and tls_key_file")
+        return self
+
+    @model_validator(mode="after")
+    def _notice_within_drain(self) -> RouterConfig:
+        if self.drain_notice_seconds > self.drain_seconds:
+            raise ValueError(
+                f"drain_notice_seconds {self.drain_notice_seconds:g} is a part of drain_seconds: raise the latter, "
+                f"{self.drain_seconds:g}"
+            )
         return self
 
     @model_validator(mode="after")

@@ -87,7 +87,10 @@ class ModelConfig:
         architecture = (values.get("architectures") or ["none"])[0]
         family = FAMILIES.get(architecture)
         if family is None:
-            raise ConfigurationError(f"{folder} holds a {architecture}; supported: {', '.join(FAMILIES)}")
+            raise ConfigurationError(
+                f"{folder} holds a {architecture}; supported: {', '.join(FAMILIES)}, and what vLLM runs: "
+                "--target.engine vllm, or --draft.drafter vllm for a draft"
+            )
         return cls.from_values(family, folder, values)
 
     @classmethod

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
 import importlib.metadata
+import logging
 import os
 import time
 from collections.abc import AsyncIterator
@@ -39,7 +41,7 @@ from services.router.api.sampling_defaults import sampling_defaults
 from services.router.chat.endpoint import ChatCompletions
 from services.router.chat.prompt import ChatPrompts
 from services.router.chat.readers import Readers
-from services.router.chat.template import ChatTemplate
+from services.router.chat.template import ChatTemplate, special_tokens_of
 from services.router.chat.tokens import TOKEN_PATHS, Tokens
 from services.router.errors import error_handlers
 from services.router.http.middleware import Admission, RequestIds
@@ -55,9 +57,11 @@ from services.router.operators.traffic_log import TrafficLog
 from services.router.page.feed import Feed
 from services.router.page.routes import StatusPage
 from services.router.page.workers import Workers
-from services.router.responses.endpoint import RESPONSES_PATH, Responses
+from services.router.responses.endpoint import INPUT_TOKENS_PATH, RESPONSES_PATH, Responses
 from services.router.targets.prompt_budget import GivesBack, PromptBudget
 from services.router.targets.replicas import ReplicaPool
+
+logger = logging.getLogger(__name__)
 
 _COMPLETIONS_PATH = "/v1/completions"
 _CHAT_PATH = "/v1/chat/completions"
@@ -76,11 +80,12 @@ def create_app(config: Config) -> Starlette:
     folder = resolve_model_folder(config.target.model)
     tokenizer = Tokenizer(folder)
     model_id = config.served_model_id
-    if model_id in config.target.lora:
-        raise ConfigurationError(
-            f"target.lora has an adapter called {model_id!r}, which is the model's own name: rename it, or set "
-            "router.served_model_name"
-        )
+    for name in (model_id, *config.model_aliases):
+        if name in config.target.lora:
+            raise ConfigurationError(
+                f"target.lora has an adapter called {name!r}, which is a name of the model: rename it, or set "
+                "router.served_model_name"
+            )
     metrics = RouterMetrics(model_id)
     pool = ReplicaPool(
         follow_addresses(config.target.addresses),
@@ -103,6 +108,7 @@ def create_app(config: Config) -> Starlette:
         max_pause_seconds=config.router.max_pause_seconds,
         traffic=TrafficLog.of(config.router),
         sampling_defaults=sampling_defaults(config.target, folder),
+        aliases=config.model_aliases,
     )
 
     is_traced = config.tracing.endpoint is not None
@@ -119,8 +125,8 @@ def create_app(config: Config) -> Starlette:
             serving.traffic.close()
         tracer.close()
 
-    template = ChatTemplate.from_folder(folder)
-    prompts = ChatPrompts(template, tokenizer)
+    template, problem = _chat_template(config.router.chat_template, folder)
+    prompts = ChatPrompts(template, tokenizer, problem)
     health = Health(serving.pool, model_id)
     page = (
         StatusPage(serving.feed, lambda: _hello(serving, template is not None, folder))
@@ -153,7 +159,7 @@ def create_app(config: Config) -> Starlette:
             *([Middleware(Tracing, routes=_GENERATING_PATHS, tracer=tracer)] if is_traced else []),
             Middleware(
                 Admission,
-                routes=_GENERATING_PATHS | TOKEN_PATHS | {COUNT_TOKENS_PATH},
+                routes=_GENERATING_PATHS | TOKEN_PATHS | {COUNT_TOKENS_PATH, INPUT_TOKENS_PATH},
                 config=config.router,
                 metrics=serving.metrics,
             ),
@@ -174,9 +180,24 @@ def create_app(config: Config) -> Starlette:
             allow_origins=origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["retry-after", "x-outrider-seed", "x-request-id"],
+            allow_private_network=True,
+            expose_headers=["retry-after", "x-outrider-seed", "x-outrider-warning", "x-request-id"],
         )
     return app
+
+
+def _chat_template(file: str | None, folder: Path) -> tuple[ChatTemplate | None, str | None]:
+    """Returns the template of chats, and why there is none if it is broken: other requests need none.
+
+    Raises ConfigurationError if `router.chat_template` (`file`) is broken.
+    """
+    if file is not None:
+        return ChatTemplate(Path(file).read_text(encoding="utf-8"), special_tokens_of(folder)), None
+    try:
+        return ChatTemplate.from_folder(folder), None
+    except ConfigurationError as error:
+        logger.warning("chats are refused: %s; set router.chat_template", error)
+        return None, str(error)
 
 
 def _hello(serving: Serving, has_chat: bool, folder: Path) -> dict[str, Any]:
@@ -219,22 +240,31 @@ def _information_routes(serving: Serving, health: Health, root: str) -> list[Rou
             "owned_by": "outrider",
             "root": adapter or root,
             "parent": None if adapter is None else serving.model_id,
+            "type": "model",  # this and the next two: in Anthropic's API
+            "display_name": adapter or serving.model_id,
+            "created_at": datetime.datetime.fromtimestamp(created, datetime.UTC).isoformat(),
         }
-        return model | {"max_model_len": pool.limits().max_model_len} if pool.usable else model
+        if not pool.usable:
+            return model
+        max_model_len = pool.limits().max_model_len
+        return model | {"max_model_len": max_model_len, "context_length": max_model_len}
 
     async def list_models(_: Request) -> Response:
-        adapters = sorted(pool.adapters().keys() - {serving.model_id})
-        return JSONResponse({"object": "list", "data": [describe_model(), *map(describe_model, adapters)]})
+        adapters = sorted((pool.adapters().keys() | serving.aliases.keys()) - {serving.model_id})
+        models = [describe_model(), *map(describe_model, adapters)]
+        ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"], "has_more": False}  # in Anthropic's API
+        return JSONResponse({"object": "list", "data": models, **ends})
 
     async def show_model(request: Request) -> Response:
-        adapter = serving.check_model(request.path_params["model"])
-        return JSONResponse(describe_model(None if adapter is None else adapter.name))
+        name = request.path_params["model"]
+        serving.check_model(name)
+        return JSONResponse(describe_model(None if name == serving.model_id else name))
 
     async def live(_: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
     async def ping(_: Request) -> Response:  # the same as vLLM's, which some platforms call instead of /health
-        return Response(status_code=200 if pool.usable else 503)
+        return Response(status_code=200 if health.is_ready else 503)
 
     async def metrics_page(request: Request) -> Response:
         return Response(serving.metrics.render(request.state.caller.only_key), media_type=CONTENT_TYPE_LATEST)

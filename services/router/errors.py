@@ -8,10 +8,12 @@ Messages are bounded and quote at most an excerpt of what the user sent.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import reprlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from pydantic import ValidationError
@@ -28,6 +30,8 @@ logger = logging.getLogger(__name__)
 MAX_MESSAGE_CHARACTERS = 500
 _NAMED_FIELDS = 5  # maximum number of fields that a log line names
 CLIENT_CLOSED_REQUEST = 499  # nginx's code; metrics and logs have it, but no client receives it
+
+_noted: ContextVar[list[str] | None] = ContextVar("noted", default=None)
 
 _excerpts = reprlib.Repr()
 _excerpts.maxstring = _excerpts.maxlong = _excerpts.maxother = 60
@@ -99,6 +103,25 @@ def warn_of(names: Sequence[str], what: str) -> None:
         named = ", ".join(excerpt(name) for name in names[:_NAMED_FIELDS])
         more = f" and {len(names) - _NAMED_FIELDS} more" if len(names) > _NAMED_FIELDS else ""
         logger.warning("%s %s%s", what, named, more)
+        if (noted := _noted.get()) is not None:
+            noted.append(f"{what} {named}{more}")
+
+
+@contextlib.contextmanager
+def noting_warnings() -> Iterator[list[str]]:
+    """Yields a list to which the warnings of this context are added, for the client."""
+    warnings: list[str] = []
+    token = _noted.set(warnings)
+    try:
+        yield warnings
+    finally:
+        _noted.reset(token)
+
+
+def warning_headers(warnings: Sequence[str]) -> dict[str, str]:
+    """Returns the header `x-outrider-warning`, bounded and in ASCII; {} without warnings."""
+    text = "; ".join(warnings)[:MAX_MESSAGE_CHARACTERS].encode("ascii", "backslashreplace").decode()
+    return {"x-outrider-warning": text} if text else {}
 
 
 def bounded_message(error: OutriderError) -> str:

@@ -8,12 +8,14 @@ import logging
 import math
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from types import FrameType
 
 from starlette.applications import Starlette
 
 from cluster.config import Config
+from cluster.config.router import RouterConfig
 from cluster.config.types import is_loopback
 from cluster.errors import cannot_listen
 from cluster.interpreter import keep_collections_short
@@ -23,6 +25,7 @@ from services.router.http.certificate import HttpsCertificate
 from services.router.http.connections import Connections, allow_open_files
 from services.router.http.server import HttpServer
 from services.router.operators.admin import create_admin_app
+from services.router.operators.health import Health
 from services.router.page.feed import Feed
 
 logger = logging.getLogger(__name__)
@@ -48,7 +51,7 @@ def run(config: Config) -> int:
         )
         admin = _AdminServer(admin_app, Connections(config.router, state.metrics), https, admin_listener)
     connections = Connections(config.router, app.state.metrics)
-    server = _Server(app, connections, https, config.router.drain_seconds, admin, app.state.feed)
+    server = _Server(app, connections, https, config.router, admin)
     allow_open_files(config.router.max_connections * (1 if admin is None else 2))
 
     def stop(_: int, __: FrameType | None) -> None:
@@ -71,6 +74,8 @@ def run(config: Config) -> int:
 def warn_of_open_doors(config: Config) -> None:
     """Logs a warning for addresses that other machines can reach and that require no key."""
     router = config.router
+    if "null" in router.cors_allow_origins:
+        logger.warning("router.cors_allow_origins has null: sandboxed frames of any web site can call the router")
     if router.api_keys_file is not None:
         return
     if not is_loopback(router.host):
@@ -116,9 +121,8 @@ class _Server(HttpServer):
         app: Starlette,
         connections: Connections,
         https: HttpsCertificate | None,
-        drain_seconds: float,
+        config: RouterConfig,
         admin: _AdminServer | None,
-        feed: Feed,
     ) -> None:
         super().__init__(
             app,
@@ -126,10 +130,13 @@ class _Server(HttpServer):
             https,
             loop="uvloop",
             lifespan="on",
-            timeout_graceful_shutdown=math.ceil(drain_seconds),
+            timeout_graceful_shutdown=math.ceil(config.drain_seconds - config.drain_notice_seconds),
         )
         self._admin = admin
-        self._feed = feed
+        self._feed: Feed = app.state.feed
+        self._health: Health = app.state.health
+        self._notice_seconds = config.drain_notice_seconds
+        self._closes_at = math.inf  # on the clock of time.monotonic
         self._following: asyncio.Task[None] | None = None
         self._admin_task: asyncio.Task[None] | None = None
 
@@ -149,8 +156,15 @@ class _Server(HttpServer):
             self._admin.should_exit = True
             await self._admin_task
 
+    async def on_tick(self, counter: int) -> bool:
+        return await super().on_tick(counter) or time.monotonic() >= self._closes_at
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.should_exit:  # the second signal
+        if self._notice_seconds and not self._health.is_draining:
+            self._health.is_draining = True
+            self._closes_at = time.monotonic() + self._notice_seconds
+            return
+        if self.should_exit or self._health.is_draining:  # the second signal
             self.force_exit = True
             if self._admin is not None:
                 self._admin.should_exit = self._admin.force_exit = True

@@ -195,12 +195,14 @@ def test_an_unusable_setting_is_one_line_and_code_2(capsys: pytest.CaptureFixtur
     [
         (["serve", "--model", "x"], "did you mean --target or --draft?"),
         (["serve", "--target.max-model-len=100"], "did you mean --target.max_model_len?"),
-        (["serve", "--max-model-len", "100"], "did you mean --target.max_model_len or --draft.max_model_len?"),
+        (["serve", "--block-size", "16"], "did you mean --target.block_size or --draft.block_size?"),
+        (["serve", "--api-key", "x"], "write NAME:KEY in a file, and set --router.api_keys_file FILE"),
+        (["serve", "--root-path", "/x"], "let the proxy remove the prefix of the path (docs/OPERATING.md, Gateways)"),
         (["target", "--model", "x"], "did you mean --target.model or --draft.model?"),
         (["serve", "--prot", "1"], "did you mean --port?"),
         (["plan", "memory", "--target", "70B", "--draft", "7B", "--gpu", "4"], None),
         (["serve", "--zzz"], "see outrider serve --help"),
-        (["serve", "model"], "see outrider serve --help"),
+        (["serve", "model", "another"], "see outrider serve --help"),
     ],
 )
 def test_an_unknown_option_is_an_error_of_its_command_and_names_the_nearest(
@@ -213,6 +215,30 @@ def test_an_unknown_option_is_an_error_of_its_command_and_names_the_nearest(
     command = "outrider plan memory" if arguments[0] == "plan" else f"outrider {arguments[0]}"
     assert said.startswith(f"usage: {command} ")
     assert hint is None or said.endswith(f"; {hint}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings"),
+    [
+        (["some/model"], ["target.model=some/model"]),
+        (
+            ["--tensor-parallel-size", "2", "--target.engine", "vllm"],
+            ["target.tensor_parallel_size=2", "target.engine=vllm"],
+        ),
+        (["--gpu-memory-utilization", "0.5"], ["target.memory_utilization=0.5"]),
+        (["--max-num-seqs", "7"], ["target.max_num_seqs=7"]),
+        (["--max-model-len", "700"], ["target.max_model_len=700"]),
+        (["--served-model-name", "a", "b", "--served-model-name", "c=a"], ["router.served_model_name=[a, b, c=a]"]),
+        (["--served-model-name", "a"], ["router.served_model_name=a"]),
+    ],
+)
+def test_options_of_vllm_serve_mean_the_same(
+    arguments: list[str], settings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[Config] = []
+    monkeypatch.setattr("services.launch.local.serve", lambda config, _: served.append(config) or 0)
+    assert cli.main(["serve", *arguments]) == 0
+    assert served == [load_config(None, settings)]
 
 
 @pytest.mark.parametrize(

@@ -79,15 +79,19 @@ class Credentials:
             launcher_digest = None if digest is None else bytes.fromhex(digest)
         except ValueError as error:
             raise ConfigurationError(f"{LAUNCHER_KEY_SHA256} in the environment is not hexadecimal") from error
-        sites = LocalSites({name.lower() for name in config.allowed_hosts}, set(config.cors_allow_origins))
+        hosts = {name.lower() for name in config.allowed_hosts}
         admin_host = (config.admin_listen or "").rpartition(":")[0]
         return cls(
             None if clients is None else ApiKeys(clients, "router.api_keys_file"),
             None if operators is None else ApiKeys(operators, "router.admin_keys_file"),
             None if token is None else TokenFile(token, "router.metrics_token_file"),
             launcher_digest,
-            public_sites=sites if clients is None and is_loopback(config.host) else None,
-            admin_sites=sites if (operators or clients) is None and is_loopback(admin_host) else None,
+            public_sites=LocalSites(hosts, set(config.cors_allow_origins))
+            if clients is None and is_loopback(config.host)
+            else None,
+            admin_sites=LocalSites(hosts, set())
+            if (operators or clients) is None and is_loopback(admin_host)
+            else None,
         )
 
     async def follow(self) -> None:

@@ -14,8 +14,6 @@ from services.router.anthropic.request import CountTokensRequest, renamed, to_ch
 from services.router.anthropic_errors import MESSAGES_PATH
 from services.router.api.reply import Reply
 from services.router.chat.endpoint import ChatCompletions, ChatRequest
-from services.router.http.body import read_json_body, to_json_object
-from services.router.http.large_work import run_in_thread_if_large
 from services.router.output.message import Reader
 
 COUNT_TOKENS_PATH = MESSAGES_PATH + "/count_tokens"
@@ -40,11 +38,8 @@ class Messages(ChatCompletions):
 
     async def count_tokens(self, http_request: Request) -> Response:
         """Answers with the number of prompt tokens that the request would have."""
-        body = await read_json_body(http_request, self._serving.max_body_bytes)
-        request = await run_in_thread_if_large(len(body), lambda: to_chat(to_json_object(body), CountTokensRequest))
-        self._serving.check_model(request.model)
-        prompts = await run_in_thread_if_large(len(body), lambda: self._encode(request))
-        return JSONResponse({"input_tokens": len(prompts[0])})
+        count = await self._num_prompt_tokens(http_request, lambda fields: to_chat(fields, CountTokensRequest))
+        return JSONResponse({"input_tokens": count})
 
     def _parse(self, fields: dict[str, Any]) -> ChatRequest:
         return to_chat(fields)

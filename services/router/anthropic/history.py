@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cluster.errors import InvalidRequestError
 from services.router.chat.messages import (
     MAX_MESSAGES,
     MAX_PARTS,
     Message,
     Part,
     check_number,
+    num_old_of,
     parts_of,
     refusal,
+    stand_in,
     text_of,
 )
 from services.router.errors import warn_of
@@ -21,8 +22,8 @@ from services.router.errors import warn_of
 _ROLES = ("user", "assistant", "system")
 # Types of blocks that only one role may have.
 _OWNERS = {"tool_result": "user", "tool_use": "assistant", "thinking": "assistant", "redacted_thinking": "assistant"}
-# Types of blocks that are refused: the answer depends on their content, and the model cannot read it.
-_REFUSED = frozenset({"image", "document", "search_result", "container_upload"})
+# Types of blocks that the model cannot read, unless they have text, although the answer depends on them.
+_MEDIA = frozenset({"image", "document", "container_upload"})
 _EMPTY_ERROR = "Error"  # text of a failed tool result that has none
 
 
@@ -30,7 +31,7 @@ def to_chat_messages(system: object, value: object) -> list[Message]:
     """Returns the messages of the chat. Raises InvalidRequestError naming the message and the block.
 
     Consecutive messages of one role are merged into one. Blocks of unsupported types, such as calls of tools that
-    Anthropic's servers run, are left out, with one warning in the log.
+    Anthropic's servers run, are left out, and images and files get a stand-in, with one warning.
     """
     conversation = _Conversation()
     if system is not None:
@@ -38,8 +39,9 @@ def to_chat_messages(system: object, value: object) -> list[Message]:
     if not isinstance(value, list) or not value:
         raise refusal("messages should be a list of messages", value)
     check_number(value, "messages", MAX_MESSAGES)
+    num_old = num_old_of([message.get("role") if isinstance(message, dict) else None for message in value])
     for index, message in enumerate(value):
-        conversation.add(message, f"messages[{index}]")
+        conversation.add(message, f"messages[{index}]", is_new=index >= num_old)
     warn_of(sorted(conversation.left_out), "left out the content blocks of unsupported types:")
     return conversation.messages
 
@@ -71,7 +73,8 @@ class _Conversation:
         if parts:
             self._say("system", parts)
 
-    def add(self, message: object, where: str) -> None:
+    def add(self, message: object, where: str, *, is_new: bool) -> None:
+        """`is_new`: no answer has followed it."""
         if not isinstance(message, dict):
             raise refusal(f"{where} should be an object", message)
         role, content = message.get("role"), message.get("content")
@@ -82,11 +85,11 @@ class _Conversation:
         elif isinstance(content, list) and (content or role == "assistant"):
             check_number(content, f"{where}.content", MAX_PARTS)
             for index, block in enumerate(content):
-                self._add_block(role, block, f"{where}.content[{index}]")
+                self._add_block(role, block, f"{where}.content[{index}]", is_new and role == "user")
         else:
             raise refusal(f"{where}.content should be a string or a list of content blocks", content)
 
-    def _add_block(self, role: str, block: object, where: str) -> None:
+    def _add_block(self, role: str, block: object, where: str, is_new: bool) -> None:
         if not isinstance(block, dict):
             raise refusal(f"{where} should be an object", block)
         kind = block.get("type")
@@ -107,7 +110,8 @@ class _Conversation:
             case "tool_result":
                 self._add_result(block, where)
             case _:
-                self._leave_out(kind, where)
+                if parts := self._other_parts(block, where, is_new=is_new):
+                    self._say(role, parts)
 
     def _think(self, text: str) -> None:
         turn = self._turn("assistant")
@@ -137,19 +141,29 @@ class _Conversation:
         check_number(content, where, MAX_PARTS)
         parts = []
         for index, block in enumerate(content):
-            kind = block.get("type") if isinstance(block, dict) else None
-            if isinstance(kind, str) and kind != "text":
-                self._leave_out(kind, f"{where}[{index}]")
+            if isinstance(block, dict) and block.get("type") not in (None, "text"):
+                parts += self._other_parts(block, f"{where}[{index}]", is_new=False)
             else:
                 parts.append(_text_part(block, f"{where}[{index}]"))
         return parts
 
-    def _leave_out(self, kind: str, where: str) -> None:
-        if kind in _REFUSED:
-            raise InvalidRequestError(
-                f"{where}: blocks of the type {kind} are not supported, send text", param="messages"
-            )
+    def _other_parts(self, block: Mapping[str, Any], where: str, *, is_new: bool) -> list[Part]:
+        """Returns what is shown of a block that is no text: the text of a document or search result, or a stand-in."""
+        kind = str(block["type"])
+        source = block.get("source")
+        if kind == "search_result":
+            return [*_labels(block, "title", "source"), *self._inner_parts(block.get("content"), where)]
+        if kind == "document" and isinstance(source, dict) and source.get("type") == "text":
+            return [*_labels(block, "title", "context"), {"type": "text", "text": _string(source, "data", where)}]
+        if kind == "document" and isinstance(source, dict) and source.get("type") == "content":
+            return [*_labels(block, "title", "context"), *self._inner_parts(source.get("content"), where)]
         self.left_out.add(kind)
+        return [stand_in(kind, where, is_new=is_new)] if kind in _MEDIA else []
+
+    def _inner_parts(self, content: object, where: str) -> list[Part]:
+        if not content:
+            raise refusal(f"{where}.content should be a string or a list of content blocks", content)
+        return parts_of(self._result(content, f"{where}.content"))
 
     def _say(self, role: str, content: str | list[Part]) -> None:
         """Adds `content` to the turn of `role`."""
@@ -166,6 +180,11 @@ class _Conversation:
         if not self.messages or self.messages[-1]["role"] != role:
             self.messages.append({"role": role, "content": None})
         return self.messages[-1]
+
+
+def _labels(block: Mapping[str, Any], *fields: str) -> list[Part]:
+    """Returns the texts that `block` has in `fields`, such as its title."""
+    return [{"type": "text", "text": block[field]} for field in fields if isinstance(block.get(field), str)]
 
 
 def _text_part(block: object, where: str) -> Part:

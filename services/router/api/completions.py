@@ -12,7 +12,7 @@ from cluster.errors import InvalidRequestError
 from cluster.logprobs import MAX_LOGPROBS, TokenLogprobs
 from services.router.api.endpoint import ApiEndpoint
 from services.router.api.reply import ChoicesReply
-from services.router.api.request import UNSUPPORTED_FIELDS, ApiRequest, TokenCount
+from services.router.api.request import UNSUPPORTED_FIELDS, ApiRequest, TokenCount, Whole
 from services.router.output.piece import Piece
 
 MAX_PROMPTS = 256
@@ -51,7 +51,7 @@ class CompletionRequest(ApiRequest):
         PlainValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
     ]
     max_tokens: TokenCount | None = Field(default=16, description="0: processes the prompt without generating")
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_special_tokens: bool = True
     echo: bool = False
 

@@ -23,7 +23,7 @@ from services.router.api.observer import AnswerObserver, ChoiceObserver
 from services.router.api.reply import Reply
 from services.router.api.request import ApiRequest, parse_request
 from services.router.api.wire_requests import build_choice_requests, check_prompt
-from services.router.errors import ModelNotFoundError, excerpt
+from services.router.errors import ModelNotFoundError, excerpt, noting_warnings, warning_headers
 from services.router.http.body import read_json_body, to_json_object
 from services.router.http.large_work import run_in_thread_if_large
 from services.router.http.middleware import request_id_of
@@ -59,6 +59,7 @@ class Serving:
     max_pause_seconds: float
     traffic: TrafficLog | None  # None: prompts are not logged
     sampling_defaults: Mapping[str, Any]  # default values of missing fields
+    aliases: Mapping[str, str]  # further names of the model and of adapters
 
     def with_defaults(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Returns `fields` without nulls, plus the sampling defaults of missing fields."""
@@ -70,6 +71,8 @@ class Serving:
         Raises ModelNotFoundError if no target has it, and UnavailableError if none of the targets that have it can
         answer now.
         """
+        if model is not None:
+            model = self.aliases.get(model, model)
         if model in (None, self.model_id):
             return None
         adapter = self.pool.adapters().get(model)
@@ -127,24 +130,27 @@ class ApiEndpoint(abc.ABC, Generic[R]):
     async def create(self, http_request: Request) -> Response:
         """Answers `http_request`. If it raises OutriderError, nothing is left running."""
         observer = AnswerObserver(http_request.scope, self._serving.metrics, self._serving.feed)
-        request, adapter, num_bytes = await self._read(http_request)
+        request, adapter, num_bytes, warnings = await self._read(http_request)
         prompts = await self._tokenize(http_request.scope, request, adapter, num_bytes)
         answer = self._start(request, prompts, adapter, request_id_of(http_request.scope), observer)
-        headers = {"x-outrider-seed": str(answer.reply.seed)}
+        headers = {"x-outrider-seed": str(answer.reply.seed)} | warning_headers(warnings)
         if request.stream:
             return EventStream(answer.events(), headers, answer.reply.failure)
         return JSONResponse(await until_disconnected(http_request.receive, answer.whole()), headers=headers)
 
-    async def _read(self, http_request: Request) -> tuple[R, AdapterRef | None, int]:
-        """Returns the checked request, the adapter that it names, and the size of its body in bytes."""
+    async def _read(self, http_request: Request) -> tuple[R, AdapterRef | None, int, list[str]]:
+        """Returns the checked request, the adapter that it names, its body's size in bytes, and warnings about it."""
         serving = self._serving
         body = await read_json_body(http_request, serving.max_body_bytes)
-        request = await run_in_thread_if_large(
-            len(body), lambda: self._parse(serving.with_defaults(to_json_object(body)))
-        )
+
+        def parse() -> tuple[R, list[str]]:
+            with noting_warnings() as warnings:
+                return self._parse(serving.with_defaults(to_json_object(body))), warnings
+
+        request, warnings = await run_in_thread_if_large(len(body), parse)
         if request.model not in (None, serving.model_id):  # may name an adapter, which only targets can list
             await serving.pool.wait_out_change()
-        return request, serving.check_model(request.model), len(body)
+        return request, serving.check_model(request.model), len(body), warnings
 
     async def _tokenize(self, scope: Scope, request: R, adapter: AdapterRef | None, num_bytes: int) -> _Prompts:
         """Tokenises the prompts of `request`, and truncates them as it asks.

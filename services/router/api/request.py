@@ -65,7 +65,12 @@ def _top_k(value: int) -> int:
     return 0 if value == -1 else value
 
 
-def _num_speculative_tokens(value: object) -> object:
+def _whole(value: object) -> object:
+    """Returns 20 for 20.0, which languages without whole numbers write."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _depth(value: object) -> object:
     return None if value == "auto" else value
 
 
@@ -97,7 +102,8 @@ def _vllm_xargs(value: object) -> dict[str, Any]:
 
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-TokenCount = Annotated[int, Field(ge=0, le=MAX_TOKEN_COUNT)]
+Whole = Annotated[int, BeforeValidator(_whole)]
+TokenCount = Annotated[Whole, Field(ge=0, le=MAX_TOKEN_COUNT)]
 MaxTokens = Annotated[TokenCount, Field(ge=1)]
 
 
@@ -118,12 +124,12 @@ class ApiRequest(BaseModel, abc.ABC):
 
     model: str | None = None
     max_tokens: MaxTokens | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
+    n: Annotated[Whole, Field(ge=1, le=MAX_CHOICES)] = 1
     stop: Annotated[tuple[str, ...], PlainValidator(_stop, json_schema_input_type=str | list[str])] = ()
     include_stop_str_in_output: bool = False
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=-1), AfterValidator(_top_k)] = 0
+    top_k: Annotated[Whole, Field(ge=-1), AfterValidator(_top_k)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     # vLLM accepts any positive value; beyond these bounds logits leave the range of float32.
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
@@ -133,7 +139,7 @@ class ApiRequest(BaseModel, abc.ABC):
         dict[Annotated[int, BeforeValidator(_logit_bias_token_id)], Annotated[float, Field(ge=-100, le=100)]],
         Field(max_length=MAX_LOGIT_BIAS, fail_fast=True),
     ] = {}
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    seed: Annotated[Whole, Field(ge=-(2**63), lt=2**63)] | None = None
     ignore_eos: bool = False
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] = []
     min_tokens: TokenCount = 0
@@ -144,7 +150,7 @@ class ApiRequest(BaseModel, abc.ABC):
     allowed_token_ids: (
         Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKENS, fail_fast=True)] | None
     ) = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    prompt_logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     return_tokens_as_token_ids: bool = False
     response_format: Any = Field(default=None, description="text, json_object, json_schema or structural_tag")
     structured_outputs: Any = Field(
@@ -154,7 +160,7 @@ class ApiRequest(BaseModel, abc.ABC):
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    priority: Annotated[Whole, Field(ge=-(2**31), lt=2**31)] = 0
     request_id: Annotated[str, Field(pattern=r"^[!-~]{1,128}$")] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = Field(
@@ -165,7 +171,7 @@ class ApiRequest(BaseModel, abc.ABC):
         default={}, description="num_speculative_tokens"
     )
     skip_special_tokens: bool = True
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_TOKEN_COUNT)] | None = Field(
+    truncate_prompt_tokens: Annotated[Whole, Field(ge=-1, le=MAX_TOKEN_COUNT)] | None = Field(
         default=None,
         description="number of tokens that are kept at the end of each prompt; -1: all that leave room for the answer",
     )
@@ -174,8 +180,8 @@ class ApiRequest(BaseModel, abc.ABC):
     return_token_ids: bool = False
     return_speculation_stats: bool = False
     return_rounds: bool = False
-    num_speculative_tokens: Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(_num_speculative_tokens)] = (
-        Field(default=None, description='None and "auto": the target decides')
+    num_speculative_tokens: Annotated[Annotated[Whole, Field(ge=0)] | None, BeforeValidator(_depth)] = Field(
+        default=None, description='None and "auto": the target decides'
     )
 
     @model_validator(mode="after")

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, PlainValidator, model_validator
+from starlette.requests import Request
 
 from cluster.constraints import Grammar
 from cluster.errors import InvalidRequestError
 from cluster.logprobs import MAX_LOGPROBS
 from services.router.api.endpoint import AnswerForm, ApiEndpoint, Serving
 from services.router.api.reply import ChoicesReply, Reply
-from services.router.api.request import UNSUPPORTED_FIELDS, ApiRequest, MaxTokens
+from services.router.api.request import UNSUPPORTED_FIELDS, ApiRequest, MaxTokens, Whole
 from services.router.chat.fields import TemplateVariables
 from services.router.chat.messages import Message, opening_of, text_of, to_messages
 from services.router.chat.prompt import ChatPrompts, Conversation, check_continuation
 from services.router.chat.readers import Readers
 from services.router.chat.shapes import ChatMessage, ToolChoiceField, ToolDefinition
+from services.router.http.body import read_json_body, to_json_object
+from services.router.http.large_work import run_in_thread_if_large
 from services.router.output.accepted_drafts import AnswerRound
 from services.router.output.answer_grammar import answer_grammar
 from services.router.output.message import MessageWriter, Reader
@@ -43,7 +46,7 @@ class ChatRequest(ApiRequest, TemplateVariables):
     messages: Annotated[list[Message], PlainValidator(to_messages, json_schema_input_type=list[ChatMessage])]
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
+    top_logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] = 0
     add_generation_prompt: bool = True
     add_special_tokens: bool = False  # the template writes them itself
     continue_final_message: bool = False
@@ -66,12 +69,14 @@ class ChatRequest(ApiRequest, TemplateVariables):
         return self.top_logprobs if self.logprobs else None
 
     @cached_property
+    def offered_tools(self) -> tuple[Tool, ...]:
+        return self.tool_choice.offered(self.tools)
+
+    @cached_property
     def conversation(self) -> Conversation:
-        # If the model must not call tools, the template gets none.
-        tools = [] if self.tool_choice.mode == "none" else [tool.definition for tool in self.tools]
         return Conversation(
             self.messages,
-            tools,
+            [tool.definition for tool in self.offered_tools],
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=self.continue_final_message,
             variables=self.template_variables,
@@ -195,8 +200,16 @@ class ChatCompletions(ApiEndpoint[ChatRequest]):
             grammar,
             reader,
             frozenset() if request.ignore_eos else self._prompts.turn_end_ids,
-            self._readers.shown_special_tokens(request.tools, request.tool_choice),
+            self._readers.shown_special_tokens(request.offered_tools, request.tool_choice),
         )
+
+    async def _num_prompt_tokens(self, http_request: Request, parse: Callable[[dict[str, Any]], ChatRequest]) -> int:
+        """Returns the number of prompt tokens that the request in the body of `http_request` would have."""
+        body = await read_json_body(http_request, self._serving.max_body_bytes)
+        request = await run_in_thread_if_large(len(body), lambda: parse(to_json_object(body)))
+        self._serving.check_model(request.model)
+        prompts = await run_in_thread_if_large(len(body), lambda: self._encode(request))
+        return len(prompts[0])
 
     def _reply(self, request: ChatRequest, reader: Reader | None, **frame: Any) -> Reply:
         return ChatReply(reader=reader, **frame)
@@ -204,7 +217,7 @@ class ChatCompletions(ApiEndpoint[ChatRequest]):
     def _reader(self, request: ChatRequest, prompt: list[int]) -> Reader | None:
         """Returns the reader of answers to `prompt`; None if all of an answer is content."""
         return self._readers.reader(
-            request.tools,
+            request.offered_tools,
             request.tool_choice,
             parallel_calls=request.parallel_tool_calls,
             include_reasoning=request.include_reasoning,

@@ -27,6 +27,9 @@ _FIELDS = frozenset(
     {"role", "content", "name", "tool_call_id", "reasoning_content", "reasoning", "annotations", *_ANSWER_FIELDS}
 )
 
+TEXT_TYPES = ("text", "input_text", "output_text")  # of parts, in any of OpenAI's APIs
+_MEDIA = ("image", "audio", "video", "document", "file")  # words in the types of parts that are not text
+
 MAX_MESSAGES = 4096  # maximum messages of a chat, or input items of /v1/responses
 MAX_PARTS = 1024  # maximum parts of a message's content
 MAX_TOOL_CALLS = 1024  # maximum calls of a message
@@ -54,10 +57,28 @@ def to_messages(value: object) -> list[Message]:
         if message[name] is not None
     }
     warn_of_unknown(unknown, "fields of messages:")
-    history = _History()
-    messages = [history.message(message, f"messages[{index}]") for index, message in enumerate(value)]
+    roles = [message.get("role") if isinstance(message, dict) else None for message in value]
+    history = _History(num_old_of(roles))
+    messages = [history.message(message, index) for index, message in enumerate(value)]
     warn_of(history.adjusted, "shown as text or left out, as chat templates have no place for them:")
     return messages
+
+
+def num_old_of(roles: Sequence[object]) -> int:
+    """Returns how many messages an answer has followed: up to the last one of the assistant."""
+    return max((index + 1 for index, role in enumerate(roles) if role == "assistant"), default=0)
+
+
+def stand_in(kind: str, where: str, *, is_new: bool) -> Part:
+    """Returns a text in place of a part of the type `kind`, which the model cannot read, such as an image.
+
+    Agents send their history and the results of their tools again with every turn: a refusal would end the session.
+    Raises InvalidRequestError if the part is new: in a message of the user that has no answer yet.
+    """
+    if is_new:
+        raise refusal(f"{where}.type: the model reads only text, send text in place of this part", kind)
+    what = next((word for word in _MEDIA if word in kind), "part")
+    return {"type": "text", "text": f"[{what} left out: this model reads only text]"}
 
 
 def text_of(content: str | list[Part]) -> str:
@@ -81,18 +102,20 @@ def parts_of(content: str | list[Part]) -> list[Part]:
 
 
 class _History:
-    """Converts the messages of one request."""
+    """Converts the messages of one request, the first `num_old` of them answered."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_old: int) -> None:
+        self._num_old = num_old
         self.adjusted: list[str] = []  # where content became text or was left out, such as "messages[0].audio"
 
-    def message(self, value: object, where: str) -> Message:
+    def message(self, value: object, index: int) -> Message:
+        where = f"messages[{index}]"
         if not isinstance(value, dict):
             raise refusal(f"{where} should be an object", value)
         role = value.get("role")
         if not isinstance(role, str) or role not in _ROLES:
             raise refusal(f"{where}.role should be one of {', '.join(_ROLES)}", role)
-        message: Message = {"role": _ROLES[role], "content": self._content(value.get("content"), role, where)}
+        message: Message = {"role": _ROLES[role], "content": self._content(value.get("content"), role, index)}
         for field in ("name", "tool_call_id"):
             text = _optional_text(value, field, where)
             if text is not None:
@@ -112,8 +135,8 @@ class _History:
                 raise refusal(f"{where}.{field} belongs in a message of the role assistant", value[field])
         return message
 
-    def _content(self, value: object, role: str, where: str) -> str | list[Part]:
-        where = f"{where}.content"
+    def _content(self, value: object, role: str, message: int) -> str | list[Part]:
+        where, is_new = f"messages[{message}].content", role == "user" and message >= self._num_old
         if isinstance(value, str):
             return value
         if value in (None, []) and role in _MAY_BE_EMPTY:
@@ -121,17 +144,22 @@ class _History:
         if not isinstance(value, list) or not value:
             raise refusal(f"{where} should be a string or a list of text parts", value)
         check_number(value, where, MAX_PARTS)
-        return [self._part(part, role, f"{where}[{index}]") for index, part in enumerate(value)]
+        return [self._part(part, role, f"{where}[{index}]", is_new) for index, part in enumerate(value)]
 
-    def _part(self, part: object, role: str, where: str) -> Part:
+    def _part(self, part: object, role: str, where: str, is_new: bool) -> Part:
+        if isinstance(part, str):
+            return {"type": "text", "text": part}
         kind = part.get("type") if isinstance(part, dict) else None
-        if not isinstance(part, dict) or not (kind == "text" or (kind == "refusal" and role == "assistant")):
-            raise refusal(f'{where} should be a part of the type "text": no other is supported yet', part)
-        if not isinstance(part.get(kind), str):
-            raise refusal(f"{where}.{kind} should be a string", part.get(kind))
-        if kind == "refusal":
+        if not isinstance(part, dict) or not isinstance(kind, str):
+            raise refusal(f'{where} should be a part with the type "text"', part)
+        field = "text" if kind in TEXT_TYPES else kind
+        if field != "text":
             self.adjusted.append(where)
-        return {"type": "text", "text": part[kind]}
+        if field != "text" and not (field == "refusal" and role == "assistant"):
+            return stand_in(kind, where, is_new=is_new)
+        if not isinstance(part.get(field), str):
+            raise refusal(f"{where}.{field} should be a string", part.get(field))
+        return {"type": "text", "text": part[field]}
 
     def _add_answer(self, message: Message, value: Mapping[str, Any], where: str) -> None:
         """Copies the fields that only assistant messages have from `value` to `message`."""

@@ -41,8 +41,10 @@ def check_continuation(*, continues: bool, begins: bool) -> None:
 class ChatPrompts:
     """Encodes conversations with the model's chat template and tokenizer."""
 
-    def __init__(self, template: ChatTemplate | None, tokenizer: Tokenizer) -> None:
+    def __init__(self, template: ChatTemplate | None, tokenizer: Tokenizer, problem: str | None = None) -> None:
+        """`problem`: why there is no template, if the model's is broken."""
         self._template = template
+        self._problem = problem or "messages need a chat template and this model has none"
         self._tokenizer = tokenizer
         self._guard = SpecialTokenGuard(tokenizer.special_tokens)
         self.turn_end_ids = _turn_end_ids(template, tokenizer.special_tokens)
@@ -56,10 +58,7 @@ class ChatPrompts:
         """
         template = self._template and self._template.of_request(has_tools=bool(conversation.tools))
         if template is None:
-            raise InvalidRequestError(
-                "messages need a chat template and this model has none; send a prompt to /v1/completions",
-                param="messages",
-            )
+            raise InvalidRequestError(f"{self._problem}; send a prompt to /v1/completions", param="messages")
         if conversation.tools and not template.traits.knows_tools and not self._warned_of_tools:
             self._warned_of_tools = True
             logger.warning("the model's chat template does not support tools: tools are ignored")

@@ -68,7 +68,7 @@ class ChatMessage(TypedDict):
 
 
 class FunctionDefinition(TypedDict):
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$")]
     description: NotRequired[str | None]
     parameters: NotRequired[Annotated[dict[str, Any] | None, Field(description="JSON schema of an object")]]
     strict: NotRequired[bool | None]
@@ -88,4 +88,14 @@ class NamedToolChoice(TypedDict):
     function: FunctionName
 
 
-ToolChoiceField = Literal["auto", "none", "required"] | NamedToolChoice
+class AllowedTools(TypedDict):
+    mode: Literal["auto", "required"]
+    tools: list[NamedToolChoice]
+
+
+class AllowedToolsChoice(TypedDict):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ToolChoiceField = Literal["auto", "none", "required"] | NamedToolChoice | AllowedToolsChoice

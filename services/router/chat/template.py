@@ -107,6 +107,11 @@ class ChatTemplate:
             ) from error
 
 
+def special_tokens_of(folder: Path) -> dict[str, str]:
+    """Returns the special tokens that templates may write: `bos_token`, `eos_token` and so on, by name."""
+    return _special_tokens(_tokenizer_config(folder))
+
+
 def _tokenizer_config(folder: Path) -> dict[str, Any]:
     path = folder / "tokenizer_config.json"
     if not path.is_file():

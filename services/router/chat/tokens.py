@@ -23,8 +23,8 @@ from services.router.output.tools import Tool, to_tools
 
 MAX_TOKENS = 262_144
 
-_TOKENIZE_PATH, _DETOKENIZE_PATH = "/tokenize", "/detokenize"
-TOKEN_PATHS = frozenset({_TOKENIZE_PATH, _DETOKENIZE_PATH})
+TOKENIZE_PATHS, DETOKENIZE_PATHS = ("/tokenize", "/v1/tokenize"), ("/detokenize", "/v1/detokenize")
+TOKEN_PATHS = frozenset({*TOKENIZE_PATHS, *DETOKENIZE_PATHS})
 
 
 class TokenizeRequest(TemplateVariables):
@@ -69,8 +69,8 @@ class Tokens:
 
     def routes(self) -> list[Route]:
         return [
-            Route(_TOKENIZE_PATH, self.tokenize, methods=["POST"]),
-            Route(_DETOKENIZE_PATH, self.detokenize, methods=["POST"]),
+            *(Route(path, self.tokenize, methods=["POST"]) for path in TOKENIZE_PATHS),
+            *(Route(path, self.detokenize, methods=["POST"]) for path in DETOKENIZE_PATHS),
         ]
 
     async def tokenize(self, http_request: Request) -> Response:

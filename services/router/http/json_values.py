@@ -5,6 +5,7 @@ A parser blocks every stream of the router while it runs.
 
 from __future__ import annotations
 
+import codecs
 from typing import Any
 
 import pydantic_core
@@ -24,6 +25,7 @@ def parse_json(text: bytes) -> Any:
     NaN, Infinity, invalid UTF-8, lone surrogates and nesting that is too deep are invalid. Raises TooManyValuesError, a
     ValueError, if it has too many values.
     """
+    text = text.removeprefix(codecs.BOM_UTF8)  # some clients on Windows write one
     _check_number(text)
     return pydantic_core.from_json(text, allow_inf_nan=False)
 

@@ -33,7 +33,7 @@ def structure(required: dict[str, Schema], optional: dict[str, Schema] | None = 
     return {"type": "object", "properties": required | (optional or {}), "required": list(required)}
 
 
-def _constant(value: str) -> Schema:
+def _constant(value: str | bool) -> Schema:
     return {"const": value}
 
 
@@ -232,12 +232,22 @@ ANSWERS: dict[str, Schema] = {
             "error": structure({"type": TEXT, "message": TEXT}),
         },
     ),
-    "TokenCount": structure({"input_tokens": INTEGER}),
+    "TokenCount": structure({"input_tokens": INTEGER}, {"object": _constant("response.input_tokens")}),
     "Model": structure(
         {"id": TEXT, "object": _constant("model"), "created": INTEGER, "owned_by": TEXT, "root": TEXT},
-        {"parent": nullable(TEXT), "max_model_len": INTEGER},
+        {
+            "parent": nullable(TEXT),
+            "max_model_len": INTEGER,
+            "context_length": INTEGER,
+            "type": _constant("model"),
+            "display_name": TEXT,
+            "created_at": TEXT,
+        },
     ),
-    "ModelList": structure({"object": _constant("list"), "data": items(reference("Model"))}),
+    "ModelList": structure(
+        {"object": _constant("list"), "data": items(reference("Model"))},
+        {"first_id": TEXT, "last_id": TEXT, "has_more": _constant(False)},
+    ),
     "Tokens": structure(
         {
             "count": INTEGER,
@@ -249,7 +259,7 @@ ANSWERS: dict[str, Schema] = {
     "Text": structure({"prompt": TEXT}),
     "Health": structure(
         {
-            "status": {"enum": ["ok", "unavailable"]},
+            "status": {"enum": ["ok", "draining", "unavailable"]},
             "model": TEXT,
             "targets": items(structure({"status": TEXT, "problem": nullable(TEXT)}, {"address": TEXT})),
         },

@@ -16,8 +16,9 @@ from services.router.anthropic.request import CountTokensRequest, MessagesReques
 from services.router.anthropic_errors import MESSAGES_PATH
 from services.router.api.completions import CompletionRequest
 from services.router.chat.endpoint import ChatRequest
-from services.router.chat.tokens import DetokenizeRequest, TokenizeRequest
+from services.router.chat.tokens import DETOKENIZE_PATHS, TOKENIZE_PATHS, DetokenizeRequest, TokenizeRequest
 from services.router.openapi.answers import ANSWERS, Schema, reference
+from services.router.responses.endpoint import INPUT_TOKENS_PATH
 from services.router.responses.request import PASSED_ON, ResponsesRequest
 
 _REQUESTS: tuple[type[BaseModel], ...] = (
@@ -115,12 +116,24 @@ OPERATIONS: tuple[Operation, ...] = (
         errors=_OF_ANSWERS,
         error="AnthropicError",
     ),
-    Operation("GET", "/v1/models", "The one model", "ModelList"),
+    Operation("GET", "/v1/models", "The model, its other names and its adapters", "ModelList"),
     Operation("GET", "/v1/models/{model}", "The one model", "Model", errors=(404, 500)),
     Operation(
-        "POST", "/tokenize", "The token IDs of a prompt or of a chat", "Tokens", TokenizeRequest, errors=_OF_ANSWERS
+        "POST",
+        INPUT_TOKENS_PATH,
+        "The number of tokens of a response's prompt",
+        "TokenCount",
+        ResponsesRequest,
+        errors=_OF_ANSWERS,
     ),
-    Operation("POST", "/detokenize", "The text of token IDs", "Text", DetokenizeRequest, errors=_OF_ANSWERS),
+    *(
+        Operation("POST", path, "The token IDs of a prompt or of a chat", "Tokens", TokenizeRequest, errors=_OF_ANSWERS)
+        for path in TOKENIZE_PATHS
+    ),
+    *(
+        Operation("POST", path, "The text of token IDs", "Text", DetokenizeRequest, errors=_OF_ANSWERS)
+        for path in DETOKENIZE_PATHS
+    ),
     Operation("GET", "/health", "Whether a target can answer", "Health", errors=(500, 503), unavailable="Health"),
     Operation("GET", "/health/live", "Whether the router answers", "Liveness"),
     Operation("GET", "/ping", "Whether a target can answer", "", errors=(500, 503), unavailable=""),

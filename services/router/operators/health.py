@@ -17,6 +17,12 @@ class Health:
     def __init__(self, pool: ReplicaPool, model_id: str) -> None:
         self._pool = pool
         self._model_id = model_id
+        self.is_draining = False  # whether the router will soon close its port
+
+    @property
+    def is_ready(self) -> bool:
+        """True if probes should find that requests are answered here."""
+        return bool(self._pool.usable) and not self.is_draining
 
     async def public(self, request: Request) -> Response:
         """Answers at the public address; a probe without a key gets only the status."""
@@ -30,8 +36,8 @@ class Health:
 
     def _answer(self, more: dict[str, Any]) -> Response:
         pool = self._pool
-        status, code = ("ok", 200) if pool.usable else ("unavailable", 503)
-        headers = {} if pool.usable else {"retry-after": str(pool.retry_after)}
+        status, code = ("ok", 200) if self.is_ready else ("draining" if self.is_draining else "unavailable", 503)
+        headers = {} if self.is_ready else {"retry-after": str(pool.retry_after)}
         return JSONResponse({"status": status} | more, status_code=code, headers=headers)
 
     def _targets(self, *, with_places: bool) -> dict[str, Any]:

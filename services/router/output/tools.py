@@ -10,10 +10,9 @@ from typing import Any, Literal
 
 from cluster.constraints import Grammar
 from cluster.errors import InvalidRequestError
-from services.router.errors import excerpt
+from services.router.errors import excerpt, warn_of
 from services.router.structured.grammar import enforceable_schema, schema_text
 
-MAX_TOOLS = 128
 MAX_DESCRIPTION_CHARACTERS = 65_536
 MAX_SCHEMA_CHARACTERS = 65_536
 MAX_SCHEMA_DEPTH = 32
@@ -22,7 +21,7 @@ NO_PARAMETERS = {"type": "object", "additionalProperties": False}
 INPUT_PARAMETER = "input"
 "The only parameter, a string, of the function that represents a custom tool for the model."
 
-_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+_NAME = re.compile(r"[a-zA-Z0-9_.:/-]{1,128}")  # OpenAI's and those of MCP
 
 Schema = Mapping[str, Any]
 
@@ -40,38 +39,53 @@ class Tool:
 class ToolChoice:
     mode: Literal["auto", "none", "required", "named"]
     name: str = ""  # name of the function, if the choice names one
+    allowed: frozenset[str] | None = None  # names of the tools that may be called; None: all
 
     @property
     def is_forced(self) -> bool:
         return self.mode in ("required", "named")
 
+    def offered(self, tools: Sequence[Tool]) -> tuple[Tool, ...]:
+        """Returns those of `tools` that the model is shown and may call."""
+        if self.mode == "none":
+            return ()
+        return tuple(tool for tool in tools if self.allowed is None or tool.name in self.allowed)
+
 
 def to_tools(value: object) -> tuple[Tool, ...]:
-    """Returns a request's `tools`. Raises ValueError or InvalidRequestError if they are invalid."""
+    """Returns the functions among a request's `tools`. Raises ValueError or InvalidRequestError if they are invalid.
+
+    Tools of other types, which a server would have to run, are left out, with one warning.
+    """
     if not isinstance(value, list):
         raise ValueError("should be a list")
-    if len(value) > MAX_TOOLS:
-        raise ValueError(f"should have at most {MAX_TOOLS} tools, and has {len(value)}")
-    tools = tuple(_tool(tool, f"tools[{index}]") for index, tool in enumerate(value))
-    names: set[str] = set()
-    for tool in tools:
-        if tool.name in names:
-            raise _refusal("should have tools with different names", tool.name)
-        names.add(tool.name)
-    return tools
+    tools: dict[str, Tool] = {}
+    left_out: set[str] = set()
+    for index, given in enumerate(value):
+        where = f"tools[{index}]"
+        if not isinstance(given, dict):
+            raise _refusal(f"{where} should be an object", given)
+        kind = given.get("type", "function")
+        if not isinstance(kind, str):
+            raise _refusal(f"{where}.type should be a string", kind)
+        if kind != "function":
+            left_out.add(kind)
+            continue
+        tool = _tool(given, where)
+        if tool.name in tools:
+            raise _refusal(f"{where}.function.name should differ from the names of the other tools", tool.name)
+        tools[tool.name] = tool
+    warn_of(sorted(left_out), "left out the tools of unsupported types:")
+    return tuple(tools.values())
 
 
-def _tool(value: object, where: str) -> Tool:
-    if not isinstance(value, dict):
-        raise _refusal(f"{where} should be an object", value)
-    if value.get("type") != "function":
-        raise _refusal(f'{where}.type should be "function": no other kind of tool is supported', value.get("type"))
+def _tool(value: Mapping[str, Any], where: str) -> Tool:
     function = value.get("function")
     if not isinstance(function, dict):
         raise _refusal(f"{where}.function should be an object", function)
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise _refusal(f"{where}.function.name should be 1 to 64 letters, digits, _, - or .", name)
+        raise _refusal(f"{where}.function.name should be 1 to 128 letters, digits and any of _ - . : /", name)
     description = function.get("description")
     if description is not None and not isinstance(description, str):
         raise _refusal(f"{where}.function.description should be a string", description)
@@ -110,23 +124,60 @@ def _depth(value: object) -> int:
 
 
 def to_tool_choice(value: object) -> ToolChoice:
-    """Returns a request's `tool_choice`. Raises ValueError if it is invalid."""
+    """Returns a request's `tool_choice`, in the form of any of OpenAI's and Anthropic's APIs.
+
+    Raises ValueError if it is invalid.
+    """
     match value:
-        case "auto" | "none" | "required":
-            return ToolChoice(value)
-        case {"type": "function", "function": {"name": str(name)}}:
+        case "auto" | "none" | "required" as mode:
+            return ToolChoice(mode)
+        case {"type": "auto" | "none" | "required" as mode}:
+            return ToolChoice(mode)
+        case "any" | {"type": "any"}:
+            return ToolChoice("required")
+        case {"type": "function", "function": {"name": str(name)}} | {"type": "custom", "custom": {"name": str(name)}}:
             return ToolChoice("named", name)
-    raise ValueError('should be "auto", "none", "required" or {"type": "function", "function": {"name": ...}}')
+        case {"type": "function" | "custom", "name": str(name)}:
+            return ToolChoice("named", name)
+        case {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [*tools]}}:
+            return _allowed_tools(mode, tools)
+        case {"type": "allowed_tools", "mode": mode, "tools": [*tools]}:
+            return _allowed_tools(mode, tools)
+    raise ValueError(
+        'should be "auto", "none", "required", {"type": "function", "function": {"name": ...}}, or {"type": '
+        '"allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": [...]}}'
+    )
+
+
+def _allowed_tools(mode: object, tools: Sequence[object]) -> ToolChoice:
+    """Returns the choice among the functions and custom tools of `tools`."""
+    if mode != "auto" and mode != "required":
+        raise ValueError('should have allowed_tools with the mode "auto" or "required"')
+    names = set()
+    for tool in tools:
+        match tool:
+            case {"type": "function", "function": {"name": str(name)}} | {
+                "type": "custom",
+                "custom": {"name": str(name)},
+            }:
+                names.add(name)
+            case {"type": "function" | "custom", "name": str(name)}:
+                names.add(name)
+            case {"type": str(kind)} if kind not in ("function", "custom"):
+                pass  # of a tool that was left out
+            case _:
+                raise ValueError("should have allowed_tools whose tools have a type and a name")
+    return ToolChoice(mode, allowed=frozenset(names))
 
 
 def check_choice(choice: ToolChoice, tools: Sequence[Tool]) -> None:
-    """Raises InvalidRequestError if `choice` requires a call and `tools` lack the tool for it."""
-    if choice.is_forced and not tools:
+    """Raises InvalidRequestError if `choice` requires a call and `tools` lack the tool for it, or one that it names."""
+    if choice.is_forced and not choice.offered(tools):
         raise InvalidRequestError(f"tool_choice={excerpt(choice.mode)} needs tools", param="tool_choice")
-    if choice.mode == "named" and choice.name not in {tool.name for tool in tools}:
+    named = (choice.allowed or frozenset()) | ({choice.name} if choice.mode == "named" else set())
+    for name in sorted(named - {tool.name for tool in tools}):
         raise InvalidRequestError(
-            f"tool_choice names the function {excerpt(choice.name)}, which is not among the tools",
-            param="tool_choice",
+            f"tool_choice names the function {excerpt(name)}, which is not among the tools", param="tool_choice"
         )
 
 
@@ -143,7 +194,7 @@ def tool_grammar(choice: ToolChoice, tools: Sequence[Tool], *, parallel: bool) -
         return Grammar("json_schema", schema_text(_parameters(tools[index], index)))
     if choice.mode != "required":
         return None
-    calls = [_call_schema(tool, index) for index, tool in enumerate(tools)]
+    calls = [_call_schema(tool, indices[tool.name]) for tool in choice.offered(tools)]
     schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
     if not parallel:
         schema["maxItems"] = 1

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from cluster.errors import InvalidRequestError, NotFoundError
@@ -22,6 +22,7 @@ from services.router.responses.reply import ResponsesReply
 from services.router.responses.request import ResponsesChat, renamed, to_chat
 
 RESPONSES_PATH = "/v1/responses"
+INPUT_TOKENS_PATH = "/v1/responses/input_tokens"
 
 
 class Responses(ChatCompletions):
@@ -32,6 +33,7 @@ class Responses(ChatCompletions):
         one = RESPONSES_PATH + "/{response_id}"
         return [
             Route(RESPONSES_PATH, self.create, methods=["POST"]),
+            Route(INPUT_TOKENS_PATH, self.count_tokens, methods=["POST"]),
             Route(one, self.not_stored, methods=["GET", "DELETE"]),
             Route(one + "/cancel", self.not_stored, methods=["POST"]),
             Route(one + "/input_items", self.not_stored, methods=["GET"]),
@@ -42,6 +44,11 @@ class Responses(ChatCompletions):
             return await super().create(http_request)
         except InvalidRequestError as error:
             raise renamed(error) from error
+
+    async def count_tokens(self, http_request: Request) -> Response:
+        """Answers with the number of prompt tokens that the request would have."""
+        count = await self._num_prompt_tokens(http_request, to_chat)
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
 
     async def not_stored(self, http_request: Request) -> Response:
         raise NotFoundError(

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from cluster.errors import InvalidRequestError
-from services.router.chat.messages import MAX_MESSAGES, parts_of
+from services.router.chat.messages import MAX_MESSAGES, TEXT_TYPES, num_old_of, parts_of, stand_in
 from services.router.errors import excerpt, warn_of
+from services.router.responses.tools import name_for_model
 
 _SYSTEM_ROLES = ("system", "developer")
 
@@ -17,10 +18,10 @@ Message = dict[str, Any]
 def to_chat_messages(instructions: str | None, value: object) -> list[Message]:
     """Converts `instructions` and the field `input` (`value`) to the messages of a chat.
 
-    Items of unsupported types, such as calls of tools that OpenAI's servers run, are left out, with one warning in the
-    log. Raises InvalidRequestError naming the item.
+    Items of unsupported types, such as calls of tools that OpenAI's servers run, are left out, and parts get a
+    stand-in, with one warning. Raises InvalidRequestError naming the item.
     """
-    conversation = _Conversation()
+    conversation = _Conversation(num_old_of([_role(item) for item in value]) if isinstance(value, list) else 0)
     if instructions:
         conversation.messages.append({"role": "system", "content": instructions})
     if isinstance(value, str):
@@ -31,32 +32,37 @@ def to_chat_messages(instructions: str | None, value: object) -> list[Message]:
     if len(value) > MAX_MESSAGES:
         raise _refusal(f"input should have at most {MAX_MESSAGES} items, and has {len(value)}", value)
     for index, item in enumerate(value):
-        conversation.add(item, f"input[{index}]")
-    warn_of(sorted(conversation.left_out), "left out the items of unsupported types:")
+        conversation.add(item, index)
+    warn_of(sorted(conversation.left_out), "left out the items and parts of unsupported types:")
     return conversation.messages
 
 
 class _Conversation:
-    """Collects messages; reasoning, text and calls of one assistant turn become one message."""
+    """Collects messages; reasoning, text and calls of one assistant turn become one message.
 
-    def __init__(self) -> None:
+    `num_old`: number of items that an answer has followed.
+    """
+
+    def __init__(self, num_old: int) -> None:
+        self._num_old = num_old
         self.messages: list[Message] = []
-        self.left_out: set[str] = set()  # types of items that a chat cannot represent
+        self.left_out: set[str] = set()  # types of items and parts that a chat cannot represent
         self._turn: Message | None = None  # the assistant's message while its items are read
 
-    def add(self, item: object, where: str) -> None:
+    def add(self, item: object, index: int) -> None:
+        where = f"input[{index}]"
         if not isinstance(item, dict):
             raise _refusal(f"{where} should be an object", item)
         match item.get("type"):
             case None | "message":
-                self._add_message(item, where)
+                self._add_message(item, where, is_new=index >= self._num_old)
             case "reasoning":
                 self._assistant()["reasoning_content"] = _reasoning(item)
             case "function_call":
-                function = {"name": _string(item, "name", where), "arguments": item.get("arguments")}
+                function = {"name": _tool_name(item, where), "arguments": item.get("arguments")}
                 self._add_call(item, where, {"type": "function", "function": function})
             case "custom_tool_call":
-                custom = {"name": _string(item, "name", where), "input": item.get("input")}
+                custom = {"name": _tool_name(item, where), "input": item.get("input")}
                 self._add_call(item, where, {"type": "custom", "custom": custom})
             case "function_call_output" | "custom_tool_call_output":
                 self._add_output(item, where)
@@ -75,13 +81,13 @@ class _Conversation:
 
     def _add_output(self, item: Mapping[str, Any], where: str) -> None:
         call_id = _string(item, "call_id", where)
-        content = _content(item.get("output"), f"{where}.output")
+        content = self._content(item.get("output"), f"{where}.output", is_new=False)
         self._turn = None
         self.messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
 
-    def _add_message(self, item: Mapping[str, Any], where: str) -> None:
-        content = _content(item.get("content"), f"{where}.content")
+    def _add_message(self, item: Mapping[str, Any], where: str, *, is_new: bool) -> None:
         role = item.get("role")
+        content = self._content(item.get("content"), f"{where}.content", is_new=is_new and role == "user")
         if role in _SYSTEM_ROLES and content and len(self.messages) == 1 and self.messages[0]["role"] == "system":
             # Some templates refuse a second system message, and clients send both instructions and such items.
             self.messages[0]["content"] = [*parts_of(self.messages[0]["content"]), *parts_of(content)]
@@ -100,30 +106,45 @@ class _Conversation:
             self.messages.append(self._turn)
         return self._turn
 
+    def _content(self, value: object, where: str, *, is_new: bool) -> str | list[dict[str, str]] | None:
+        """Returns the content of a chat message, with the types of its parts converted."""
+        if value is None or isinstance(value, str):
+            return value
+        if not isinstance(value, list):
+            raise _refusal(f"{where} should be a string or a list of parts", value)
+        return [self._part(part, f"{where}[{index}]", is_new) for index, part in enumerate(value)] or ""
+
+    def _part(self, part: object, where: str, is_new: bool) -> dict[str, str]:
+        match part:
+            case str(text):
+                return {"type": "text", "text": text}
+            case {"type": str(kind), "text": str(text)} if kind in TEXT_TYPES:
+                return {"type": "text", "text": text}
+            case {"type": "refusal", "refusal": str(text)}:
+                return {"type": "refusal", "refusal": text}
+            case {"type": str(kind)} if kind not in TEXT_TYPES:
+                self.left_out.add(kind)
+                return stand_in(kind, where, is_new=is_new)
+        raise _refusal(f"{where} should be a part with a type, or with text", part)
+
+
+def _role(item: object) -> object:
+    """Returns the role of the message that `item` is a part of."""
+    if not isinstance(item, dict) or item.get("type") in (None, "message"):
+        return item.get("role") if isinstance(item, dict) else None
+    return "assistant" if item.get("type") in ("reasoning", "function_call", "custom_tool_call") else "tool"
+
+
+def _tool_name(item: Mapping[str, Any], where: str) -> str:
+    namespace = None if item.get("namespace") is None else _string(item, "namespace", where)
+    return str(name_for_model(_string(item, "name", where), namespace))
+
 
 def _string(item: Mapping[str, Any], field: str, where: str) -> str:
     text = item.get(field)
     if not isinstance(text, str):
         raise _refusal(f"{where}.{field} should be a string", text)
     return text
-
-
-def _content(value: object, where: str) -> str | list[dict[str, str]] | None:
-    """Returns the content of a chat message, with the types of its parts converted."""
-    if value is None or isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise _refusal(f"{where} should be a string or a list of text parts", value)
-    return [_part(part, f"{where}[{index}]") for index, part in enumerate(value)] or ""
-
-
-def _part(part: object, where: str) -> dict[str, str]:
-    match part:
-        case {"type": "text" | "input_text" | "output_text", "text": str(text)}:
-            return {"type": "text", "text": text}
-        case {"type": "refusal", "refusal": str(text)}:
-            return {"type": "refusal", "refusal": text}
-    raise _refusal(f"{where} should be a part with text: no other is supported", part)
 
 
 def _reasoning(item: Mapping[str, Any]) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from services.router.output.source import Said
 from services.router.responses.custom_input import CustomInput
+from services.router.responses.tools import CallOrigin
 
 Event = dict[str, Any]
 Item = dict[str, Any]
@@ -26,9 +27,9 @@ _CALL_TEXTS = {"function_call": "arguments", "custom_tool_call": "input"}  # the
 class OutputItems:
     """The items of one answer while it is generated."""
 
-    def __init__(self, custom_tools: Collection[str] = ()) -> None:
-        """`custom_tools`: names of the tools whose calls are custom_tool_call items."""
-        self._custom_tools = custom_tools
+    def __init__(self, origins: Mapping[str, CallOrigin]) -> None:
+        """`origins`: how calls are reported, by the tools' names for the model."""
+        self._origins = origins
         self._items: list[Item] = []
         self._is_open = False  # whether the last item may still grow
         self._pieces: list[str] = []  # pieces that are not in the last item's text yet
@@ -83,7 +84,7 @@ class OutputItems:
     def _item_type(self, said: Said) -> str:
         match said.kind:
             case "call":
-                return "custom_tool_call" if said.text in self._custom_tools else "function_call"
+                return self._origin(said.text).item_type
             case "arguments":  # arguments follow their call
                 kind: str = self._items[-1]["type"]
                 return kind
@@ -91,10 +92,13 @@ class OutputItems:
                 return "message"
         return "reasoning"
 
+    def _origin(self, name: str) -> CallOrigin:
+        return self._origins.get(name) or CallOrigin("function_call", name)
+
     def _begin(self, kind: str, name: str, call_ids: Iterator[str]) -> Iterator[Event]:
         item: Item = {"id": f"{_PREFIXES[kind]}_{secrets.token_hex(16)}", "type": kind, "status": "in_progress"}
         if kind in _CALL_TEXTS:
-            item |= {"call_id": next(call_ids), "name": name, _CALL_TEXTS[kind]: ""}
+            item |= {"call_id": next(call_ids), **self._origin(name).fields, _CALL_TEXTS[kind]: ""}
             self._input = CustomInput()
         elif kind == "message":
             item |= {"role": "assistant", "content": []}

@@ -41,7 +41,7 @@ class ResponsesReply(Reply):
 
     def __post_init__(self) -> None:
         object.__setattr__(
-            self, "progress", _Progress(MessageWriter(self.reader), OutputItems(self.request.custom_tools))
+            self, "progress", _Progress(MessageWriter(self.reader), OutputItems(self.request.origins_of_calls))
         )
 
     def whole(self, choices: Sequence[Piece], usage: Usage) -> dict[str, Any]:

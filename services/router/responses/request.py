@@ -12,7 +12,7 @@ from services.router.chat.endpoint import ChatRequest
 from services.router.chat.fields import EXTENSIONS
 from services.router.errors import excerpt, invalid_request, warn_of_unknown
 from services.router.responses.items import to_chat_messages
-from services.router.responses.tools import custom_tool_names, to_chat_tool_choice, to_chat_tools
+from services.router.responses.tools import CallOrigin, origins_of_calls, to_chat_tools
 
 # Fields with the same meaning in a chat, which validates them.
 PASSED_ON = ("model", "stream", "temperature", "top_p", "parallel_tool_calls", "stop", *EXTENSIONS)
@@ -72,9 +72,8 @@ class ResponsesChat(ChatRequest):
         return "max_output_tokens", self.max_completion_tokens
 
     @property
-    def custom_tools(self) -> frozenset[str]:
-        """Names of the tools whose calls are custom_tool_call items."""
-        return custom_tool_names(self.origin.tools)
+    def origins_of_calls(self) -> dict[str, CallOrigin]:
+        return origins_of_calls(self.origin.tools)
 
 
 def to_chat(fields: dict[str, Any]) -> ResponsesChat:
@@ -118,7 +117,7 @@ def _chat_fields(request: ResponsesRequest) -> dict[str, Any]:
         "messages": to_chat_messages(request.instructions, request.input),
         "max_completion_tokens": request.max_output_tokens,
         "tools": to_chat_tools(request.tools),
-        "tool_choice": to_chat_tool_choice(request.tool_choice),
+        "tool_choice": request.tool_choice,
         "response_format": _response_format(request.text),
         "reasoning_effort": request.reasoning.get("effort"),
     }
@@ -130,7 +129,7 @@ def _response_format(text: dict[str, Any]) -> object:
         if form is None:
             return None
         raise InvalidRequestError(f"text.format should be an object (got {excerpt(form)})", param="text")
-    if form.get("type") != "json_schema":
+    if form.get("type") != "json_schema" or isinstance(form.get("json_schema"), dict):  # the latter as in a chat
         return form
     if "schema" not in form:
         raise InvalidRequestError("text.format.schema is required", param="text")

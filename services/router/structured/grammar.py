@@ -70,16 +70,23 @@ def _response_format(value: object) -> Grammar | None:
         case "json_object":
             return _ANY_OBJECT
         case "json_schema":
-            described = value.get("json_schema")
-            if not isinstance(described, Mapping):
-                raise _refusal(f"{name}.json_schema", "should be an object", described)
-            schema = described.get("schema", described.get("json_schema"))
-            return _json_schema(f"{name}.json_schema.schema", {"type": "object"} if schema is None else schema)
+            return _json_schema(f"{name}.json_schema.schema", _described_schema(f"{name}.json_schema", value))
         case "structural_tag":
             return _structural_tag(name, dict(value))
         case other:
             kinds = "text, json_object, json_schema, structural_tag"
             raise _refusal(f"{name}.type", f"should be one of {kinds}", other)
+
+
+def _described_schema(name: str, value: Mapping[str, Any]) -> object:
+    """Returns the schema in `json_schema.schema`, or where clients write it instead, a level higher or lower."""
+    described = value if "schema" in value else value.get("json_schema")
+    if not isinstance(described, Mapping):
+        raise _refusal(name, "should be an object", described)
+    schema = described.get("schema", described.get("json_schema"))
+    if schema is None:
+        schema = {key: part for key, part in described.items() if key not in ("name", "description", "strict")}
+    return schema or {"type": "object"}
 
 
 def _structured_outputs(value: object) -> Grammar:

@@ -390,13 +390,13 @@ def chat_folder(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def new_model(background: BackgroundLoop, chat_folder: Path, tmp_path: Path) -> Iterator[Callable[..., Model]]:
     started: list[Any] = []
 
-    def start(template: str = HERMES_TEMPLATE, **settings: Any) -> Model:
+    def start(template: str = HERMES_TEMPLATE, max_model_len: int = 2000, **settings: Any) -> Model:
         folder = tmp_path / "chat-model"
         shutil.copytree(chat_folder, folder)
         (folder / "chat_template.jinja").write_text(template)
         tokenizer = Tokenizer(folder)
         target = ScriptedTarget(tokenizer)
-        target.description.model.max_model_len = 2000
+        target.description.model.max_model_len = max_model_len
         background.run(target.start())
         running = running_router(background, folder, [target.address], **settings)
         started.append((running, target))

@@ -145,7 +145,7 @@ def test_it_was_unloaded_meanwhile(pair, is_elsewhere):
 def test_a_name_is_the_models_or_an_adapters(model_folder):
     settings = {"model": str(model_folder), "addresses": ["a:1"], "engine": "vllm"}
     config = Config.model_validate({"target": settings | {"lora": {model_folder.name: "/x"}}})
-    with pytest.raises(ConfigurationError, match="the model's own name"):
+    with pytest.raises(ConfigurationError, match="a name of the model"):
         create_app(config)
 
 

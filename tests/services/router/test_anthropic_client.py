@@ -134,7 +134,7 @@ def test_errors_by_class(
     model: Model, client: anthropic.Anthropic, new_router: Callable[..., Router], target: ScriptedTarget, tmp_path: Path
 ) -> None:
     image: Any = {"type": "image", "source": {"type": "url", "url": "https://example.com/a.png"}}
-    with pytest.raises(anthropic.BadRequestError, match="type image are not supported") as caught:
+    with pytest.raises(anthropic.BadRequestError, match="the model reads only text") as caught:
         client.messages.create(messages=[{"role": "user", "content": [image]}], **FIELDS)
     assert caught.value.request_id == caught.value.body["request_id"]
     with pytest.raises(anthropic.NotFoundError, match="does not exist"):

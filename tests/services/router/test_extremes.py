@@ -39,8 +39,9 @@ BASES: dict[str, list[dict[str, Any]]] = {
     "/v1/responses": [{"input": "fox"}],
     "/v1/messages": [{"messages": [USER], "max_tokens": 2}],
     "/v1/messages/count_tokens": [{"messages": [USER]}],
-    "/tokenize": [{"prompt": "fox"}],
-    "/detokenize": [{"tokens": [1]}],
+    "/v1/responses/input_tokens": [{"input": "fox"}],
+    **{key: [{"prompt": "fox"}] for key in ("/tokenize", "/v1/tokenize")},
+    **{key: [{"tokens": [1]}] for key in ("/detokenize", "/v1/detokenize")},
 }
 PATHS = [operation.path for operation in OPERATIONS if operation.body is not None]
 

@@ -31,8 +31,11 @@ ADMITTED = {
     "/v1/responses",
     "/v1/messages",
     "/v1/messages/count_tokens",
+    "/v1/responses/input_tokens",
     "/tokenize",
     "/detokenize",
+    "/v1/tokenize",
+    "/v1/detokenize",
 }
 BETWEEN = ("%2F", "//", "/./", "/;/", "%0A/", "/%0A", "%0D/")
 ATTACHED = ("%0A", "%0D", "%0D%0A", "%00", "%7F", "%C2%85", "%E2%80%A8", "%2F", "/", "//", "/.", ".", "..", ";", ";a=b")

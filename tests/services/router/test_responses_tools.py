@@ -92,11 +92,11 @@ def test_a_request_of_the_codex_cli(
     with caplog.at_level(logging.WARNING):
         events = stream(model, **CODEX)
     assert model.prompt == (
-        "shell;apply_patch;<system>You are a coding agent.\n<permissions>none</permissions>"
+        "shell;apply_patch;mcp__notes.read;<system>You are a coding agent.\n<permissions>none</permissions>"
         "<user><environment>/work</environment>\nWrite a.py.<assistant>"
     )
     (warning,) = [record.getMessage() for record in caplog.records if record.name == "services.router.errors"]
-    assert warning == "left out the tools of unsupported types: 'local_shell', 'mcp', 'namespace', 'web_search'"
+    assert warning == "left out the tools of unsupported types: 'local_shell', 'mcp', 'web_search'"
     assert events[-1]["type"] == "response.completed"
     reasoning, message, call = events[-1]["response"]["output"]
     assert (reasoning["type"], message["content"][0]["text"]) == ("reasoning", "I write it.")
@@ -186,7 +186,6 @@ def test_a_call_that_is_cut_off(model: Model) -> None:
         ("web_search", {"search_context_size": "low"}),
         ("web_search_preview", {}),
         ("local_shell", {}),
-        ("namespace", {"name": "n", "tools": []}),
         ("mcp", {"server_label": "x"}),
         ("file_search", {"vector_store_ids": []}),
         ("code_interpreter", {"container": {"type": "auto"}}),
@@ -290,3 +289,28 @@ def test_the_text_of_a_call_comes_as_it_is_written(arguments: str, text: str) ->
 )
 def test_arguments_of_another_form_are_the_text(arguments: str, text: str) -> None:
     assert read(arguments, list(range(len(arguments)))) == ("", text)
+
+
+@pytest.mark.parametrize("namespace", ["mcp__notes", "mcp__notes__"])
+def test_calls_of_a_namespaces_tools_name_it(model: Model, namespace: str) -> None:
+    """In the answer, its stream and the history; the model knows one name."""
+    tools = [{"type": "function", "name": "read", "parameters": {}}, {"type": "custom", "name": "grep"}]
+    name = "mcp__notes__read" if namespace.endswith("_") else "mcp__notes.read"
+    fields = {"tools": [{"type": "namespace", "name": namespace, "description": "", "tools": tools}], "input": "Look."}
+    model.will_say(call_of(name, '{"a": 1}') + call_of(name.replace("read", "grep"), '{"input": "x"}'))
+    *_, last = stream(model, **fields)
+    read, grep = last["response"]["output"]
+    assert without_ids([read, grep]) == [
+        {
+            "type": "function_call",
+            "status": "completed",
+            "name": "read",
+            "namespace": namespace,
+            "arguments": '{"a": 1}',
+        },
+        {"type": "custom_tool_call", "status": "completed", "name": "grep", "namespace": namespace, "input": "x"},
+    ]
+    assert f'"{name}"' in model.prompt
+    output = {"type": "function_call_output", "call_id": read["call_id"], "output": "seen"}
+    stream(model, **fields | {"input": [{"role": "user", "content": "Look."}, read, output]})
+    assert f"<tool_call>{name} " in model.prompt
