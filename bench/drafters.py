@@ -20,10 +20,10 @@ from bench.result import describe_machine, write_result
 from bench.speedup import MEASURED, READY_TIMEOUT_SECONDS, Depth, Point, measure, spread, without_speculation
 from cluster.config import Config
 from cluster.config.file import load_config
-from cluster.drafters.factory import is_model, load_draft_weights, load_heads
 from cluster.engine.medusa import MedusaHeads
 from cluster.engine.runner import load_weights
 from cluster.errors import ConfigurationError
+from cluster.factories.drafters import is_model, load_draft_weights, load_heads
 from services.launch.local import LocalCluster
 
 DRAFTERS: dict[str, tuple[str, ...]] = {

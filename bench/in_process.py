@@ -18,14 +18,14 @@ import grpc
 import yaml
 
 from cluster.config import Config
-from cluster.drafters.factory import make_drafter
 from cluster.drafters.simulated import SimulatedDrafter
 from cluster.drafting.worker import DraftWorker
+from cluster.factories.drafters import make_drafter
+from cluster.factories.targets import make_target
 from cluster.interpreter import keep_collections_short, switch_threads_soon
 from cluster.model_folder import resolve_model_folder
 from cluster.simulator.virtual import simulated_request
 from cluster.targets.base import GenerationOutput
-from cluster.targets.factory import make_target
 from cluster.targets.step_loop import StepLoop
 from cluster.tokenization import Tokenizer
 from protos.speculation.v1 import draft_pb2_grpc, types_pb2

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from cluster.config import Config
 from cluster.config.file import load_config
+from cluster.factories.targets import make_target
 from cluster.model_folder import resolve_model_folder
 from cluster.targets.base import GenerationOutput, Target
-from cluster.targets.factory import make_target
 from cluster.tokenization import Tokenizer
 from cluster.transport.listening import Listener
 from protos.speculation.v1 import target_pb2, target_pb2_grpc

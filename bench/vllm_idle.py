@@ -132,7 +132,7 @@ class Device:
         """Waits for the oldest submitted step, and returns its ModelRunnerOutput."""
         from vllm.v1.outputs import ModelRunnerOutput
 
-        from cluster.vllm.async_scheduler import BOUND_STEP
+        from cluster.vllm.draft_gate import BOUND_STEP
 
         step = self._submitted.pop(0)
         scheduled = step.output.num_scheduled_tokens
@@ -261,7 +261,7 @@ def _engine_core(device: Device, case: Case) -> Any:
         "scheduler_cls": _scheduler_class(device),
     }
     if case.draft:
-        proposer = "cluster.vllm.proposer.NoProposer"
+        proposer = "cluster.vllm.runner.proposer.NoProposer"
         values["speculative_config"] = {
             "method": "custom_class",
             "model": proposer,
@@ -274,7 +274,7 @@ def _engine_core(device: Device, case: Case) -> Any:
 
 def _connect(scheduler: Any, device: Device, case: Case) -> None:
     """Gives `scheduler` a coordinator and the link to a draft worker."""
-    from cluster.targets.vllm.scheduler_rounds import CoordinatedRounds
+    from cluster.vllm.core.scheduler_rounds import CoordinatedRounds
 
     class TimedRounds(CoordinatedRounds):
         def collect(self, decoding: Sequence[Any]) -> Mapping[str, Sequence[int]] | None:
@@ -312,8 +312,8 @@ def _connect(scheduler: Any, device: Device, case: Case) -> None:
 
 def _scheduler_class(device: Device) -> type[Any]:
     """Returns our scheduler with the host's work in virtual time."""
-    from cluster.vllm.async_scheduler import AsyncRoundScheduler
-    from cluster.vllm.scheduler import RoundScheduler
+    from cluster.vllm.core.async_scheduler import AsyncRoundScheduler
+    from cluster.vllm.core.scheduler import RoundScheduler
 
     class TimedScheduler(RoundScheduler):
         clock = staticmethod(device.time.now)

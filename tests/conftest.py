@@ -29,8 +29,6 @@ _OF_EXTRAS = {
         "system/vllm",
         "system/ray/test_vllm.py",
         "cluster/vllm",
-        "cluster/drafters/test_vllm.py",
-        "cluster/targets/test_vllm_rounds.py",
     ),
     "ray": (
         "bench/test_report.py",

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cluster.model_folder import resolve_model_folder
-from cluster.vllm.adapter_folder import CONFIG_FILE, WEIGHTS_FILE
+from cluster.vllm.target.adapter_folder import CONFIG_FILE, WEIGHTS_FILE
 
 BASE = "outrider-target-12m"
 _MODULES = ("self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")

@@ -1,8 +1,8 @@
 """Reserves rows for drafts in a step that is scheduled while the step before it still runs.
 
-vLLM's asynchronous scheduler submits a step before its drafts are known (`cluster.vllm.async_scheduler`). A row takes
-the same time with or without a draft. So rows are added in the order of their worth: the probability that the draft
-comes, times the probability that it is accepted. The number of rows maximises the predicted tokens per second.
+vLLM's asynchronous scheduler submits a step before its drafts are known (`cluster.vllm.core.async_scheduler`). A row
+takes the same time with or without a draft. So rows are added in the order of their worth: the probability that the
+draft comes, times the probability that it is accepted. The number of rows maximises the predicted tokens per second.
 
 Whether drafts come depends on what the running step verifies. A drafter that does not run ahead only has what is left
 of the proposal that is being verified.

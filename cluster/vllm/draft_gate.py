@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+BOUND_STEP = "outrider_bound_step"  # attribute of the SchedulerOutput of a step whose drafts come later: a `BoundStep`
 _RING = 4  # Steps whose drafts are kept. At most two steps are in flight, and an ended step has copied its drafts.
 _HEADER_BYTES = 64  # The word, and padding that puts the drafts into other cache lines.
 _POLL_SECONDS = 5e-5  # Time on a CPU between two reads of the word.

@@ -31,7 +31,7 @@ _CPU_BLOCK_TOKENS = 32  # vLLM's attention on a CPU is fast for multiples of thi
 
 _FITTING_LENGTH = -1  # max_model_len with which vLLM takes the model's, or what its KV cache holds if that is less
 
-COUPLED_SAMPLING = "cluster.vllm.coupled_sampling:CoupledSampling"  # logits processor of the V2 runner
+COUPLED_SAMPLING = "cluster.vllm.runner.coupled_sampling:CoupledSampling"  # logits processor of the V2 runner
 
 # Arguments that may not be set, each with the setting to use instead; None: this project sets the argument itself.
 _OWNED = {

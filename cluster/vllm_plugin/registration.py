@@ -47,10 +47,10 @@ def _init_speculator(original: Callable[..., Any], vllm_config: Any, device: Any
         return original(vllm_config, device, req_states)  # the scheduler is not ours
     speculation = vllm_config.speculative_config
     if speculation.use_ngram():  # configured by `carrier`: drafts arrive with the steps
-        from cluster.vllm.bound_steps import NoSpeculator
+        from cluster.vllm.runner.bound_steps import NoSpeculator
 
         return NoSpeculator(req_states.max_num_reqs, req_states.num_speculative_steps, device)
-    from cluster.vllm.coupled_drafts import RecordedSpeculator, couple
+    from cluster.vllm.runner.coupled_drafts import RecordedSpeculator, couple
 
     if speculation.uses_draft_model():
         speculator = RecordedSpeculator(vllm_config, device)

@@ -11,13 +11,13 @@ from typing import Any
 
 from cluster.coordination.pool import DraftPool
 from cluster.model_folder import resolve_tokenizer_folder
-from cluster.targets.vllm.pool_scheduler import PoolScheduler
 from cluster.telemetry.metrics import WorkerMetrics
 from cluster.telemetry.metrics_page import PageGuard, serve_metrics
 from cluster.tokenization import Tokenizer
 from cluster.transport.dialing import Dialer
 from cluster.transport.listening import Listener
-from cluster.vllm.async_scheduler import AsyncRoundScheduler
+from cluster.vllm.core.async_scheduler import AsyncRoundScheduler
+from cluster.vllm.core.pool_scheduler import PoolScheduler
 from cluster.vllm_plugin.settings import PluginSettings
 
 logger = logging.getLogger(__name__)

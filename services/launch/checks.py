@@ -24,7 +24,7 @@ def check_models(config: Config) -> None:
     draft_vocabulary(config)
     if config.draft.reads_states and config.has_drafter:
         # Imported here: reading the names in a checkpoint needs PyTorch, which takes a second to import.
-        from cluster.drafters.factory import check_heads
+        from cluster.factories.drafters import check_heads
 
         check_heads(config)
 

@@ -19,10 +19,10 @@ from typing import TypeVar
 from cluster.config import Config
 from cluster.config.workers import WorkerConfig
 from cluster.drafters.base import Drafter, DraftSequence
-from cluster.drafters.factory import make_drafter
 from cluster.engine.batch import Segment
 from cluster.engine.runner import ModelRunner
 from cluster.errors import ConfigurationError
+from cluster.factories.drafters import make_drafter
 from cluster.planning.options import LOCAL_ROUND_TRIP_SECONDS
 from cluster.planning.prediction import ExpectedLoad, Option
 from cluster.planning.round_costs import Drafting

@@ -6,12 +6,11 @@ import asyncio
 from itertools import chain
 
 from cluster.config import Config
+from cluster.factories.targets import make_target
 from cluster.grammars.compiler import GrammarCompiler
 from cluster.model_folder import resolve_model_folder
 from cluster.placement.endpoints import advertised_address, follow
 from cluster.targets.base import Target
-from cluster.targets.factory import make_target
-from cluster.targets.traits import traits_of
 from cluster.telemetry.metrics import Reading
 from cluster.telemetry.tracing import check_tracing, make_tracer
 from cluster.tokenization import Tokenizer
@@ -19,6 +18,7 @@ from cluster.transport.listening import Listener
 from protos.speculation.v1 import target_pb2_grpc
 from services.target.router_calls import Calls
 from services.target.servicer import TargetServicer
+from services.target.traits import traits_of
 from services.worker import (
     check_before_loading,
     loading,

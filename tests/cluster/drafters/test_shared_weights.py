@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from cluster.config import Config
-from cluster.drafters.factory import load_draft_weights
 from cluster.engine import loader
 from cluster.engine.batch import Segment
 from cluster.engine.cpu_kernels import has_kernels
@@ -21,6 +20,7 @@ from cluster.engine.loader import LoadedModel
 from cluster.engine.model import Model, TorchModel
 from cluster.engine.runner import ModelRunner, load_weights
 from cluster.errors import ConfigurationError
+from cluster.factories.drafters import load_draft_weights
 
 FORMS = [
     pytest.param(CpuModel, marks=pytest.mark.skipif(not has_kernels(), reason="the kernels do not run here")),

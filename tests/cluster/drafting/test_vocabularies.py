@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from cluster.config.file import load_config
-from cluster.drafters.factory import make_drafter
 from cluster.drafters.pairing import draft_vocabulary
 from cluster.drafting.worker import DraftWorker
 from cluster.engine.batch import Segment
 from cluster.engine.loader import load_model
 from cluster.engine.runner import ModelRunner
+from cluster.factories.drafters import make_drafter
 from cluster.model_folder import resolve_model_folder
 from cluster.speculation.drafts import Drafts
 from cluster.speculation.noise import NoiseKey, gumbel_noise

@@ -16,10 +16,10 @@ from cluster.engine.batch import Segment
 from cluster.engine.limits import StepLimits
 from cluster.engine.runner import ModelRunner
 from cluster.errors import ConfigurationError
+from cluster.factories.targets import make_target
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.targets.base import GenerationRequest
-from cluster.targets.factory import make_target
 from cluster.targets.rejection import RejectionSampler
 from tests.background_loop import BackgroundLoop
 from tests.distribution import answer_probabilities

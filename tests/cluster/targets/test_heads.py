@@ -10,11 +10,11 @@ import pytest
 from cluster.config import Config
 from cluster.engine.cpu_kernels import has_kernels
 from cluster.engine.model_config import ModelConfig
+from cluster.factories.targets import make_target
 from cluster.model_folder import resolve_model_folder
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.targets.base import GenerationOutput, GenerationRequest
-from cluster.targets.factory import make_target
 from cluster.targets.torch import TorchTarget
 from cluster.tokenization import Tokenizer
 from services.held_out import held_out_texts

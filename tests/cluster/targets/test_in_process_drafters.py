@@ -16,11 +16,11 @@ from cluster.engine.loader import LoadedModel
 from cluster.engine.model import TorchModel
 from cluster.engine.model_config import ModelConfig
 from cluster.engine.runner import kv_cache_budgets
+from cluster.factories.targets import make_target
 from cluster.model_folder import resolve_model_folder
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.targets.base import GenerationOutput, GenerationRequest
-from cluster.targets.factory import make_target
 from cluster.targets.step_loop import StepLoop
 from cluster.tokenization import Tokenizer
 

@@ -10,11 +10,11 @@ import pytest
 
 from cluster.config.file import load_config
 from cluster.errors import ConfigurationError
+from cluster.factories.targets import make_target
 from cluster.model_folder import resolve_model_folder
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.targets.base import GenerationOutput, GenerationRequest
-from cluster.targets.factory import make_target
 from cluster.targets.step_loop import StepLoop
 from cluster.tokenization import Tokenizer
 from tests.near_pairs import DRAFT, TARGET, foreign, padded, permuted, shortened, without_tokens

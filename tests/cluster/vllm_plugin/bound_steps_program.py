@@ -42,7 +42,7 @@ WAYS = (
 
 
 class Oracle:
-    """`cluster.vllm.scheduler.Rounds` that knows the answers."""
+    """`cluster.vllm.core.scheduler.Rounds` that knows the answers."""
 
     def __init__(self, way: Way, answers: Sequence[Sequence[int]] | None, vocab_size: int) -> None:
         self.way, self.answers, self.vocab_size = way, answers, vocab_size

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from cluster.vllm.device_rounds import DeviceRounds
+from cluster.vllm.core.device_rounds import DeviceRounds
 from tests.soak import length
 
 from .scheduled_engine import generate, read_request, start_engine
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def _pad(worker: Any) -> None:
-    from cluster.vllm.coupled_drafts import RecordedSpeculator
+    from cluster.vllm.runner.coupled_drafts import RecordedSpeculator
 
     speculator = worker.model_runner.speculator
     if not isinstance(speculator, RecordedSpeculator):

@@ -41,7 +41,7 @@ def start_engine(values: Mapping[str, Any]) -> tuple[Any, Any]:
     from vllm import EngineArgs, LLMEngine
     from vllm.v1.executor import Executor
 
-    from cluster.vllm.async_scheduler import AsyncRoundScheduler
+    from cluster.vllm.core.async_scheduler import AsyncRoundScheduler
     from cluster.vllm.engine_args import COUPLED_SAMPLING, allow_bias
 
     allow_bias()

@@ -13,7 +13,7 @@ from cluster.model_folder import resolve_model_folder
 
 from .environment import ROOT, environment
 
-PROCESSOR = "cluster.vllm.coupled_sampling:CoupledSampling"
+PROCESSOR = "cluster.vllm.runner.coupled_sampling:CoupledSampling"
 POOL = {"draft_addresses": ["127.0.0.1:1"], "speculation": {"num_speculative_tokens": 2, "max_speculative_tokens": 3}}
 SCHEDULER = "cluster.vllm_plugin.scheduler.PluginScheduler"
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}

@@ -16,10 +16,10 @@ import torch
 from cluster.config.file import load_config
 from cluster.config.workers import TargetConfig
 from cluster.drafters.base import DraftSequence
-from cluster.drafters.factory import make_drafter
 from cluster.engine.cpu_kernels import has_kernels
 from cluster.engine.model_config import ModelConfig
 from cluster.errors import ConfigurationError, InvalidRequestError
+from cluster.factories.drafters import make_drafter
 from cluster.model_folder import resolve_model_folder
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams

@@ -1,0 +1,49 @@
+"""Measures vLLM's steps before the first request, so that the depth controller need not guess their duration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+    from cluster.vllm.core.scheduler import EngineStep
+
+DEPTHS = (0, 1, 3, 7, 15)
+STEPS = 3 * len(DEPTHS)  # each depth three times: the first step may compile
+
+
+class ProfilingRounds:
+    """`cluster.vllm.core.scheduler.Rounds` that supplies drafts of each depth in `DEPTHS`, and measures the steps.
+
+    The drafts repeat one token and are nearly always wrong. Only their number matters.
+    """
+
+    def __init__(self, max_depth: int) -> None:
+        self._max_depth = max_depth
+        self._num_planned = self._depth = 0
+        self._seconds: dict[int, float] = {}
+
+    @property
+    def step_times(self) -> list[tuple[int, float]]:
+        """Pairs of rows and seconds: for each number of rows, the shortest step."""
+        return sorted(self._seconds.items())
+
+    def plan(self, decoding: Sequence[Request], joining: Sequence[Request]) -> Mapping[str, int]:
+        self._depth = min(DEPTHS[self._num_planned % len(DEPTHS)], self._max_depth)
+        self._num_planned += bool(decoding)
+        return dict.fromkeys([request.request_id for request in decoding], self._depth)
+
+    def collect(self, decoding: Sequence[Request]) -> Mapping[str, Sequence[int]]:
+        return {request.request_id: [0] * self._depth for request in decoding}
+
+    def scheduled(self, joining: Sequence[Request]) -> None:
+        """Does nothing: there are no drafters."""
+
+    def end(self, step: EngineStep) -> None:
+        if step.rounds and not step.has_prefill:
+            self._seconds[step.num_rows] = min(step.seconds, self._seconds.get(step.num_rows, step.seconds))
+
+    def close(self, request: Request) -> None:
+        """Does nothing: there is no state per request."""

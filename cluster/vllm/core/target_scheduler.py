@@ -1,0 +1,275 @@
+"""Our part of the engine core's process: vLLM's scheduler with our rounds, and the core's end of the channel."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.v1.engine import FinishReason as VllmFinishReason
+from vllm.v1.request import Request
+
+from cluster.config import LoggingConfig
+from cluster.config.speculation import SpeculationConfig
+from cluster.config.tls import TlsConfig
+from cluster.coordination.pool import DraftPool
+from cluster.coordination.timeline import News, TimelineReader
+from cluster.engine.constraint import TokenConstraint
+from cluster.engine.prompt_pace import PromptPace
+from cluster.engine.sequence import FinishReason
+from cluster.errors import first_line
+from cluster.placement.place import Place
+from cluster.speculation.drafts import Drafts
+from cluster.targets.base import GenerationOutput, TargetLoad, load_readings
+from cluster.targets.heartbeat import Heartbeat
+from cluster.targets.request_times import RequestTimes
+from cluster.telemetry.logs import log_name, setup_logging
+from cluster.telemetry.metrics import Reading, StepTime
+from cluster.transport.dialing import Dialer
+from cluster.vllm.channel import Endpoints, Failed, Outputs, Profiled, Status, VocabularyMessage, connect
+from cluster.vllm.constraints import EXTRA_ARGS_KEY as CONSTRAINTS_KEY
+from cluster.vllm.constraints import RequestConstraints
+from cluster.vllm.core.device_rounds import DeviceRounds
+from cluster.vllm.core.pool_scheduler import PoolScheduler
+from cluster.vllm.core.profiling import ProfilingRounds
+from cluster.vllm.core.scheduler import EngineStep
+from cluster.vllm.core.scheduler_rounds import CoordinatedRounds
+from cluster.vllm.coupling import Coupling
+
+SCHEDULER = "cluster.vllm.core.target_scheduler.CoordinatedScheduler"
+ASYNC_SCHEDULER = "cluster.vllm.core.async_target_scheduler.AsyncCoordinatedScheduler"
+REQUEST_ID_KEY = "outrider_request_id"  # key of our request ID in `extra_args`: vLLM makes its own IDs
+TRACED_KEY = "outrider_is_traced"  # key in `extra_args` of requests whose admission is published
+
+logger = logging.getLogger(__name__)
+
+_STATUS_SECONDS = 0.2
+_OF_VLLM = {
+    VllmFinishReason.STOP: FinishReason.STOP,
+    VllmFinishReason.LENGTH: FinishReason.LENGTH,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CoreSettings:
+    """Settings that are sent in vLLM's `additional_config`."""
+
+    channel: str
+    speculation: SpeculationConfig
+    max_prefill_seconds: float | None  # time that prompts may add to a step
+    has_rounds: bool  # whether draft workers draft; otherwise vLLM drafts by itself, or there are no drafts
+    drafts_on_device: bool  # whether the model runner drafts, to the depth that `DeviceRounds` chooses
+    tokenizer_fingerprint: str
+    place: Place
+    trial_share: float
+    tls: TlsConfig
+    logging: LoggingConfig
+    draft_server_name: str | None
+
+    def new_pool(self) -> DraftPool:
+        dialer = Dialer.of(self.tls, "target", self.draft_server_name)  # created here: it cannot be pickled
+        return DraftPool(self.tokenizer_fingerprint, self.place, self.trial_share, dialer)
+
+    def compute_hash(self) -> str:
+        """Returns an empty hash: no setting changes what vLLM compiles."""
+        return ""
+
+
+class CoordinatedScheduler(PoolScheduler):
+    """Scheduler class that vLLM loads as its `scheduler_cls`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        settings = self.vllm_config.additional_config
+        assert isinstance(settings, CoreSettings)
+        setup_logging(f"{log_name('target')} engine", settings.logging.level, settings.logging.format)
+        self._heartbeat = Heartbeat()
+        self._request_times = RequestTimes()
+        self._num_committed_tokens = 0
+        self._settings = settings
+        self.pace = PromptPace(settings.max_prefill_seconds, self.max_num_scheduled_tokens)
+        speculation = settings.speculation
+        if settings.has_rounds:
+            self.rounds = ProfilingRounds(speculation.max_speculative_tokens)
+        elif settings.drafts_on_device:
+            is_fixed = speculation.controller == "fixed"
+            self.rounds = DeviceRounds(self.max_drafts, speculation.num_speculative_tokens, is_fixed=is_fixed)
+        self._constraints = RequestConstraints(self.vllm_config.model_config.get_vocab_size())
+        self._ended: list[Request] = []  # since the last step
+        self._num_cached_tokens: dict[str, int] = {}  # by request that has not committed a token yet
+        self.connect(settings.new_pool, speculation)
+        self._follower = TimelineReader()
+        self._channel = connect(settings.channel, self._receive, _end_process)
+        logging.getLogger("vllm").addHandler(_LastWords(self._channel.send))
+        threading.Thread(target=self._report, name="channel-status", daemon=True).start()
+
+    def schedule(self, throttle_prefills: bool = False) -> Any:
+        self._heartbeat.begin()
+        self._constraints.forget([request.request_id for request in self._ended])
+        for request in self._ended:
+            self._num_cached_tokens.pop(request.request_id, None)
+            self._request_times.ended(request.request_id, request.num_preemptions)
+        self._ended.clear()
+        output = super().schedule(throttle_prefills)
+        admitted_now = self.admitted(output)
+        for new in admitted_now:
+            request = self.requests[new.req_id]
+            num_uncached = request.num_prompt_tokens - new.num_computed_tokens
+            self._request_times.admitted(new.req_id, time.time() - request.arrival_time, num_uncached)
+            self._num_cached_tokens[new.req_id] = new.num_computed_tokens
+        admitted = [_extra_args(new) for new in admitted_now]
+        if traced := [extra_args[REQUEST_ID_KEY] for extra_args in admitted if TRACED_KEY in extra_args]:
+            self._channel.send(Outputs([GenerationOutput.of_admission(request_id) for request_id in traced]))
+        return output
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self._heartbeat.end()
+        # The channel has sent the tokens. vLLM's client only needs the outputs that end a request.
+        for of_client in outputs.values():
+            of_client.outputs = [output for output in of_client.outputs if output.finish_reason is not None]
+            for output in of_client.outputs:
+                output.new_logprobs = output.new_prompt_logprobs_tensors = None
+        return {client: own for client, own in outputs.items() if own.outputs or own.finished_requests}
+
+    def drafts(self, request: Request, proposed: Sequence[int], most: int) -> Sequence[int]:
+        constraint = self._constraint(request)
+        if constraint is None:  # the usual case
+            return proposed[:most]
+        coupling = Coupling.of(_extra_args(request))
+        if coupling is not None and coupling.num_speculative_tokens is not None:
+            most = min(most, coupling.num_speculative_tokens)
+        return constraint.drafts(Drafts(proposed[:most]), most).token_ids
+
+    def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
+        self._ended.append(request)
+        return super()._free_request(request, delay_free_blocks)
+
+    def _constraint(self, request: Request) -> TokenConstraint | None:
+        extra_args = _extra_args(request)
+        if CONSTRAINTS_KEY not in extra_args:  # the usual case
+            return None
+        coupling = Coupling.of(extra_args)
+        assert coupling is not None
+        return self._constraints.of(request.request_id, extra_args, request.all_token_ids[coupling.num_prompt_tokens :])
+
+    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+        """Stores the drafts of vLLM's own proposer, limited to each request's `num_speculative_tokens`."""
+        super().update_draft_token_ids(draft_token_ids)
+        if self.rounds is None:
+            for request in self.running:
+                coupling = Coupling.of(request.sampling_params.extra_args) if request.spec_token_ids else None
+                if coupling is not None and coupling.num_speculative_tokens is not None:
+                    request.spec_token_ids = request.spec_token_ids[: coupling.num_speculative_tokens]
+
+    def stepped(self, step: EngineStep) -> None:
+        """Publishes the step."""
+        super().stepped(step)
+        if not step.rounds:
+            return
+        self._request_times.stepped(step.num_tokens)
+        outputs = []
+        for committed in step.rounds:
+            request_id = _extra_args(committed.request).get(REQUEST_ID_KEY)
+            constraint = self._constraint(committed.request)
+            self._num_committed_tokens += len(committed.token_ids)
+            self._request_times.committed(committed.request.request_id)
+            if request_id is not None:
+                outputs.append(
+                    GenerationOutput(
+                        request_id,
+                        list(committed.token_ids),
+                        None if committed.finish_reason is None else _OF_VLLM.get(committed.finish_reason),
+                        num_draft_tokens=len(committed.draft_token_ids),
+                        num_accepted_tokens=committed.num_accepted,
+                        error=None if constraint is None else constraint.error,
+                        logprobs=committed.logprobs,
+                        prompt_logprobs=committed.prompt_logprobs,
+                        num_cached_tokens=self._num_cached_tokens.pop(committed.request.request_id, 0),
+                    )
+                )
+        self._channel.send(Outputs(outputs))
+
+    # The channel's threads.
+
+    def _receive(self, message: Any) -> None:
+        if isinstance(message, VocabularyMessage):
+            self._constraints.know_vocabulary(message.written)
+        elif isinstance(message, Endpoints) and self._settings.has_rounds:
+            self.links.follow(message.addresses)
+        elif isinstance(message, Profiled):
+            if isinstance(self.rounds, ProfilingRounds):
+                self.rounds = self.coordinated_rounds(self.rounds.step_times)
+            elif isinstance(self.rounds, DeviceRounds):
+                self.rounds.tried()
+            self.step_times, self._request_times = {kind: StepTime() for kind in self.step_times}, RequestTimes()
+            self._num_committed_tokens = self.num_queried_tokens = self.num_hit_tokens = 0
+
+    def _report(self) -> None:
+        while True:
+            try:
+                self._send_status()
+            except Exception:  # for example if a table grew while it was read; the next report will succeed
+                logger.exception("a status report failed")
+            time.sleep(_STATUS_SECONDS)
+
+    def _send_status(self) -> None:
+        load, pool, rounds = self.load(), self.links.pool, self.rounds
+        target_load = TargetLoad(
+            load.num_running,
+            load.num_waiting,
+            load.num_used_blocks,
+            load.num_blocks,
+            pool.num_links_up,
+            pool.num_endpoints,
+            load.num_waiting_tokens,
+            rounds.demand() if isinstance(rounds, CoordinatedRounds) else None,
+        )
+        readings = list(self._readings(target_load))  # before the news: it may fail, and would lose them
+        news = self._follower.news(rounds.timeline) if isinstance(rounds, CoordinatedRounds) else News()
+        self._channel.send(Status(target_load, self._heartbeat.is_stuck, readings, news))
+
+    def _readings(self, load: TargetLoad) -> Iterator[Reading]:
+        def counter(name: str, documentation: str, value: float) -> Reading:
+            return Reading(name, documentation, value, is_counter=True)
+
+        yield Reading("vllm:num_requests_running", "Sequences that hold KV blocks.", load.num_running)
+        yield from load_readings(load, num_deferred=len(self.deferred_waiting))
+        yield counter("vllm:num_preemptions", "Sequences preempted because blocks were missing.", self.num_preemptions)
+        yield Reading("outrider_kv_blocks", "Total KV blocks.", load.num_blocks)
+        yield Reading("outrider_kv_blocks_used", "KV blocks in use.", load.num_used_blocks)
+        yield counter("vllm:prefix_cache_queries", "Tokens of admitted sequences.", self.num_queried_tokens)
+        hits = "Tokens of admitted sequences whose KV was in the prefix cache."
+        yield counter("vllm:prefix_cache_hits", hits, self.num_hit_tokens)
+        yield counter("outrider_committed_tokens", "Tokens committed.", self._num_committed_tokens)
+        yield self._heartbeat.busy
+        yield from self._request_times.readings()
+        yield from self.readings()
+
+
+def _extra_args(request: Any) -> dict[str, Any]:
+    """Returns the extra arguments of `request`; empty if the request has none."""
+    params = request.sampling_params
+    return (params.extra_args or {}) if params is not None else {}
+
+
+class _LastWords(logging.Handler):
+    """Log handler that sends the exception that vLLM logs before its engine core ends."""
+
+    def __init__(self, send: Any) -> None:
+        super().__init__(logging.ERROR)
+        self._send = send
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None:
+            self._send(Failed(f"{type(error).__name__}: {first_line(error)}"))
+
+
+def _end_process() -> None:
+    """Ends this process, because its worker is gone and no other process can use this engine."""
+    os._exit(1)
