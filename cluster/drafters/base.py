@@ -135,13 +135,6 @@ class DraftSequence:
             node = children[0]
         return node
 
-    def main_node(self, depth: int) -> int:
-        """Returns the node of the main path at `depth`, which must exist."""
-        node = -1
-        for _ in range(depth):
-            node = self.children(node)[0]
-        return node
-
     @property
     def proposal_depth(self) -> int:
         """Number of nodes of the owed proposal that are on the main path."""

@@ -109,12 +109,8 @@ class DraftWorker:
         yield from self.run_ahead.readings()
         if self._tuning is not None:
             yield from self._tuning.readings()
-        yield from self.token_readings()
         yield from self._spelling.readings()
         yield from self.step_time.readings("outrider_draft_step", "Steps of the drafter")
-
-    def token_readings(self) -> Iterator[Reading]:
-        """Any thread."""
         what = "Drafted tokens, by whether the target chose them; those of a sequence's last round count as wasted."
         for outcome, number in (("committed", self._num_kept_drafts), ("wasted", self._num_wasted_drafts)):
             yield Reading("outrider_draft_tokens", what, number, is_counter=True, labels={"outcome": outcome})

@@ -6,6 +6,7 @@ import pytest
 
 from cluster.drafters.base import DraftSequence
 from cluster.drafting.run_ahead import Frontier, RunAhead, num_nodes_ahead, tree_nodes
+from cluster.speculation.drafts import path_to
 from cluster.speculation.learned_curve import LearnedCurve
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
@@ -28,7 +29,7 @@ def chances(sequence: DraftSequence, run_ahead: RunAhead) -> dict[int, float]:
 
 
 def runner_up(sequence: DraftSequence, position: int) -> int:
-    return sequence.children(sequence.main_node(position))[1]
+    return sequence.children([-1, *path_to(sequence.tip, sequence.parents)][position])[1]
 
 
 def test_without_branches_only_the_main_path_goes_on() -> None:

@@ -77,7 +77,7 @@ class TestRounds:
         for _ in range(K):
             drafter.step()
         assert link.reply() == proposal(7, base=4)
-        counted = {reading.labels["outcome"]: reading.value for reading in worker.token_readings()}
+        counted = {r.labels["outcome"]: r.value for r in worker.readings() if r.name == "outrider_draft_tokens"}
         assert counted == {"committed": 1, "wasted": K + 1}
 
     def test_k_may_change_from_round_to_round(self, drafter: ScriptedDrafter, link: Link) -> None:

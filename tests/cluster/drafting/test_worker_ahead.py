@@ -14,7 +14,7 @@ import pytest
 
 from cluster.drafters.base import DraftSequence
 from cluster.drafting.worker import DraftWorker
-from cluster.speculation.drafts import Drafts
+from cluster.speculation.drafts import Drafts, path_to
 from cluster.wire.messages import Advance, Proposal, SpeculateReply, SpeculateRequest
 from tests.waiting import wait_until
 
@@ -108,8 +108,9 @@ class TestBranches:
         """Returns whether the next proposal is ready for every outcome on the main path or on a branch."""
         if sequence.num_drafted <= K + 1:
             return False
-        branches = [sequence.children(sequence.main_node(depth))[1] for depth in range(K + 1)]
-        return not any(sequence.missing(1000, node) for node in [*branches, sequence.main_node(K + 1)])
+        main = [-1, *path_to(sequence.tip, sequence.parents)]
+        branches = [sequence.children(node)[1] for node in main[: K + 1]]
+        return not any(sequence.missing(1000, node) for node in [*branches, main[K + 1]])
 
     def hits(self, worker: DraftWorker) -> dict[tuple[str, str], float]:
         return {(r.name.rpartition("_")[2], r.labels["kind"]): r.value for r in worker.run_ahead.readings()}
