@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
 from collections.abc import AsyncIterator, Iterator, Sequence
 
+from cluster.config import Config
 from cluster.config.ray import TRIAL_SHARE
 from cluster.coordination.base import LinkEvent, LinkPool, take_all
 from cluster.coordination.link import DraftLink
@@ -41,6 +43,12 @@ class DraftPool(LinkPool):
         # Not a Condition, which takes its lock in Python: a thread that it wakes sleeps again soon, because the links'
         # thread has not released the lock yet.
         self._events: queue.SimpleQueue[LinkEvent] = queue.SimpleQueue()
+
+    @classmethod
+    def of(cls, config: Config, tokenizer_fingerprint: str) -> DraftPool:
+        """Returns the pool of a target with the settings `config`."""
+        place, dialer = config.placement, Dialer.of(config.tls, "target", config.draft.tls_server_name)
+        return cls(tokenizer_fingerprint, Place.own(place, os.environ), place.trial_share, dialer)
 
     @property
     def num_endpoints(self) -> int:

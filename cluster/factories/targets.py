@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from cluster.config import Config
-from cluster.config.speculation import SpeculationConfig
 from cluster.config.workers import EngineName, TargetConfig
 from cluster.coordination.base import LinkPool
 from cluster.coordination.pool import DraftPool
@@ -40,13 +38,11 @@ from cluster.factories.drafters import (
     model_drafter,
 )
 from cluster.model_folder import resolve_model_folder
-from cluster.placement.place import Place
 from cluster.targets.base import Target
-from cluster.targets.in_process import InProcessPool, without_run_ahead
+from cluster.targets.in_process import InProcessPool
 from cluster.targets.rejection import RejectionSampler
 from cluster.targets.simulated import SimulatedTarget
 from cluster.targets.torch import TorchTarget
-from cluster.transport.dialing import Dialer
 from cluster.vllm.compatibility import TARGET, V2_TARGET, check
 from cluster.vllm.engine_args import set_environment, wants_v2_runner
 
@@ -82,21 +78,21 @@ def _torch(config: Config, fingerprint: str, progress: Progress | None) -> Targe
     states = speculator = None
     if config.drafts_in_process and config.draft.in_process_threads == "device":
         runner, speculator = _with_speculator(config, loaded)
-        pool = _pool(config, fingerprint)
+        pool = DraftPool.of(config, fingerprint)
     elif config.drafts_in_process and config.draft.reads_states:
         states, pool = _with_heads(config, loaded)
         runner = states.runner
     elif config.drafts_in_process:
         runner, pool = _with_drafter(config, loaded)
     else:
-        runner, pool = _without_draft(loaded, target), _pool(config, fingerprint)
+        runner, pool = _without_draft(loaded, target), DraftPool.of(config, fingerprint)
     if target.numerics == "invariant":
         check_invariance(runner)
     rejection = _rejection(config, runner) if config.speculation.acceptance == "rejection" else None
     longest = runner.model.config.resolve_max_model_len(target.max_model_len)
     token_bytes = block_bytes(loaded.config, 1, loaded.weights.dtype)
     limits = StepLimits.of(target, usable_length(target, longest, runner.blocks.num_blocks, token_bytes))
-    return TorchTarget(target.model, runner, limits, pool, _speculation(config, pool), rejection, states, speculator)
+    return TorchTarget(target.model, runner, limits, pool, config.speculation, rejection, states, speculator)
 
 
 def _without_draft(loaded: LoadedModel, target: TargetConfig) -> ModelRunner:
@@ -208,19 +204,6 @@ def _in_process_pool(
     return InProcessPool(drafter, name, config.speculation, num_threads, has_own_thread=not is_shared)
 
 
-def _speculation(config: Config, pool: LinkPool) -> SpeculationConfig:
-    return without_run_ahead(config.speculation) if pool.drafts_in_turn else config.speculation
-
-
-def _pool(config: Config, fingerprint: str) -> DraftPool:
-    return DraftPool(
-        fingerprint,
-        Place.own(config.placement, os.environ),
-        config.placement.trial_share,
-        Dialer.of(config.tls, "target", config.draft.tls_server_name),
-    )
-
-
 def _rejection(config: Config, target: ModelRunner) -> RejectionSampler | None:
     """Returns a sampler with a copy of the draft, loaded as its worker does. Returns None without speculation."""
     if config.speculation.num_speculative_tokens == 0:
@@ -250,7 +233,10 @@ def _simulated(config: Config, fingerprint: str, progress: Progress | None) -> T
     target = config.target
     model = ModelConfig.from_folder(resolve_model_folder(target.model))
     pool: LinkPool
-    pool = _in_process_pool(config, make_drafter(config)) if config.drafts_in_process else _pool(config, fingerprint)
+    if config.drafts_in_process:
+        pool = _in_process_pool(config, make_drafter(config))
+    else:
+        pool = DraftPool.of(config, fingerprint)
     longest, token_bytes = target.max_model_len or model.max_position_embeddings, block_bytes(model, 1, torch.bfloat16)
     num_bytes = target.kv_cache_bytes or host_cache_bytes(target, longest, token_bytes)
     num_blocks = num_bytes // (target.block_size * token_bytes)
@@ -260,7 +246,7 @@ def _simulated(config: Config, fingerprint: str, progress: Progress | None) -> T
         StepLimits.of(target, usable_length(target, longest, num_blocks, token_bytes)),
         BlockManager(num_blocks, target.block_size, enable_prefix_caching=target.enable_prefix_caching),
         pool,
-        _speculation(config, pool),
+        config.speculation,
     )
 
 

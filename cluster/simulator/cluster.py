@@ -22,7 +22,7 @@ from cluster.simulator.turns import NEVER, Over, TargetTime, Turns
 from cluster.simulator.virtual import simulated_request
 from cluster.simulator.workers import RecordedDrafter, RecordedTarget
 from cluster.targets.base import GenerationOutput
-from cluster.targets.in_process import InProcessPool, without_run_ahead
+from cluster.targets.in_process import InProcessPool
 
 _MAX_WORKERS = 256  # workers per pool; each target is a thread
 _MIN_STEP_MS, _MAX_MS = 1e-3, 3_600_000.0
@@ -116,7 +116,7 @@ class SimulatedCluster:
         drafted, overheads = partial(self.recorder.drafted, index), self._programs.draft
         limits = draft_limits(config)
         drafter = RecordedDrafter(config.simulation, VOCAB_SIZE, limits, time, drafted=drafted, overheads=overheads)
-        return InProcessPool(drafter, "simulated", without_run_ahead(config.speculation), keeper=time)
+        return InProcessPool(drafter, "simulated", config.speculation, keeper=time)
 
     def _new_target(self, index: int, num_blocks: int, drafts: Sequence[VirtualDraft]) -> _Target:
         config, time = self._config, self._turns.new_clock()
@@ -129,7 +129,7 @@ class SimulatedCluster:
                 num_blocks, config.target.block_size, enable_prefix_caching=config.target.enable_prefix_caching
             ),
             pool,
-            without_run_ahead(config.speculation) if pool.drafts_in_turn else config.speculation,
+            config.speculation,
             time,
             overheads=self._programs.target,
         )

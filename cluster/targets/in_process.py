@@ -71,17 +71,11 @@ class InProcessLink:
         self._notify(LinkEvent(self, reply, self._clock() - self._sent_at))
 
 
-def without_run_ahead(speculation: SpeculationConfig) -> SpeculationConfig:
-    """Returns `speculation` without running ahead, for a drafter in the target's thread."""
-    return speculation.model_copy(update={"max_run_ahead": 0})
-
-
 class InProcessPool(LinkPool):
     """Pool of one drafter, which is up from the start.
 
     `model` is the name of the draft model. The drafter computes with `num_threads` threads (None: as many as the
-    target). With `has_own_thread` False the drafter computes in turn with the target, and `speculation` must not let it
-    run ahead.
+    target). With `has_own_thread` False the drafter computes in turn with the target, and does not run ahead.
     """
 
     def __init__(

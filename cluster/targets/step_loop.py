@@ -80,6 +80,8 @@ class StepLoop(Target):
         speculation: SpeculationConfig,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        if pool.drafts_in_turn:  # nothing runs ahead in the target's thread
+            speculation = speculation.model_copy(update={"max_run_ahead": 0})
         self.model = model
         self.limits = limits
         self.block_size = blocks.block_size
