@@ -8,28 +8,25 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from vllm.v1.engine import FinishReason as VllmFinishReason
 from vllm.v1.request import Request
 
-from cluster.config import LoggingConfig
-from cluster.config.speculation import SpeculationConfig
-from cluster.config.tls import TlsConfig
+from cluster.config import Config
 from cluster.coordination.pool import DraftPool
 from cluster.coordination.timeline import News, TimelineReader
 from cluster.engine.constraint import TokenConstraint
 from cluster.engine.prompt_pace import PromptPace
 from cluster.engine.sequence import FinishReason
 from cluster.errors import first_line
-from cluster.placement.place import Place
 from cluster.speculation.drafts import Drafts
 from cluster.targets.base import GenerationOutput, TargetLoad, load_readings
 from cluster.targets.heartbeat import Heartbeat
 from cluster.targets.request_times import RequestTimes
 from cluster.telemetry.logs import log_name, setup_logging
 from cluster.telemetry.metrics import Reading, StepTime
-from cluster.transport.dialing import Dialer
 from cluster.vllm.channel import Endpoints, Failed, Outputs, Profiled, Status, VocabularyMessage, connect
 from cluster.vllm.constraints import EXTRA_ARGS_KEY as CONSTRAINTS_KEY
 from cluster.vllm.constraints import RequestConstraints
@@ -59,20 +56,9 @@ class CoreSettings:
     """Settings that are sent in vLLM's `additional_config`."""
 
     channel: str
-    speculation: SpeculationConfig
-    max_prefill_seconds: float | None  # time that prompts may add to a step
-    has_rounds: bool  # whether draft workers draft; otherwise vLLM drafts by itself, or there are no drafts
-    drafts_on_device: bool  # whether the model runner drafts, to the depth that `DeviceRounds` chooses
+    config: Config
     tokenizer_fingerprint: str
-    place: Place
-    trial_share: float
-    tls: TlsConfig
-    logging: LoggingConfig
-    draft_server_name: str | None
-
-    def new_pool(self) -> DraftPool:
-        dialer = Dialer.of(self.tls, "target", self.draft_server_name)  # created here: it cannot be pickled
-        return DraftPool(self.tokenizer_fingerprint, self.place, self.trial_share, dialer)
+    drafts_on_device: bool  # whether the model runner drafts, to the depth that `DeviceRounds` chooses
 
     def compute_hash(self) -> str:
         """Returns an empty hash: no setting changes what vLLM compiles."""
@@ -86,14 +72,14 @@ class CoordinatedScheduler(PoolScheduler):
         super().__init__(*args, **kwargs)
         settings = self.vllm_config.additional_config
         assert isinstance(settings, CoreSettings)
-        setup_logging(f"{log_name('target')} engine", settings.logging.level, settings.logging.format)
+        config, speculation = settings.config, settings.config.speculation
+        setup_logging(f"{log_name('target')} engine", config.logging.level, config.logging.format)
         self._heartbeat = Heartbeat()
         self._request_times = RequestTimes()
         self._num_committed_tokens = 0
-        self._settings = settings
-        self.pace = PromptPace(settings.max_prefill_seconds, self.max_num_scheduled_tokens)
-        speculation = settings.speculation
-        if settings.has_rounds:
+        self._has_draft_workers = config.has_draft_workers
+        self.pace = PromptPace(config.target.max_prefill_seconds, self.max_num_scheduled_tokens)
+        if self._has_draft_workers:
             self.rounds = ProfilingRounds(speculation.max_speculative_tokens)
         elif settings.drafts_on_device:
             is_fixed = speculation.controller == "fixed"
@@ -101,7 +87,7 @@ class CoordinatedScheduler(PoolScheduler):
         self._constraints = RequestConstraints(self.vllm_config.model_config.get_vocab_size())
         self._ended: list[Request] = []  # since the last step
         self._num_cached_tokens: dict[str, int] = {}  # by request that has not committed a token yet
-        self.connect(settings.new_pool, speculation)
+        self.connect(partial(DraftPool.of, config, settings.tokenizer_fingerprint), speculation)
         self._follower = TimelineReader()
         self._channel = connect(settings.channel, self._receive, _end_process)
         logging.getLogger("vllm").addHandler(_LastWords(self._channel.send))
@@ -199,7 +185,7 @@ class CoordinatedScheduler(PoolScheduler):
     def _receive(self, message: Any) -> None:
         if isinstance(message, VocabularyMessage):
             self._constraints.know_vocabulary(message.written)
-        elif isinstance(message, Endpoints) and self._settings.has_rounds:
+        elif isinstance(message, Endpoints) and self._has_draft_workers:
             self.links.follow(message.addresses)
         elif isinstance(message, Profiled):
             if isinstance(self.rounds, ProfilingRounds):

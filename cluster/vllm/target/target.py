@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import threading
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
@@ -30,7 +29,6 @@ from cluster.errors import (
     first_line,
 )
 from cluster.model_folder import resolve_model_folder
-from cluster.placement.place import Place
 from cluster.speculation.device_depths import TRIAL_DEPTHS
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
@@ -146,7 +144,7 @@ class VllmTarget(Target):
         self.block_size, self.caches_prefixes = cache.block_size, bool(cache.enable_prefix_caching)
 
     async def _start(self, folder: Any, tokenizer_fingerprint: str, channel: str) -> AsyncLLM:
-        speculation, values = self._config.speculation, common_engine_args(self._config.target)
+        values = common_engine_args(self._config.target)
         ours: dict[str, Any] = {
             "worker_extension_cls": EXTENSION,
             "scheduler_cls": SCHEDULER,
@@ -166,20 +164,7 @@ class VllmTarget(Target):
             ours |= LoraLimits.of(self._config.target).engine_args()
         args = make_args(AsyncEngineArgs, {**values, **ours})
         args.speculative_config = self._speculative_config()
-        placement = self._config.placement
-        args.additional_config = CoreSettings(
-            channel,
-            speculation,
-            self._config.target.max_prefill_seconds,
-            self._config.has_draft_workers,
-            self._drafts_on_device,
-            tokenizer_fingerprint,
-            Place.own(placement, os.environ),
-            placement.trial_share,
-            self._config.tls,
-            self._config.logging,
-            self._config.draft.tls_server_name,
-        )
+        args.additional_config = CoreSettings(channel, self._config, tokenizer_fingerprint, self._drafts_on_device)
         llm = AsyncLLM.from_engine_args(args)
         if self._is_coupled and not self._on_v2:
             await llm.collective_rpc("install_coupled_sampling")
