@@ -163,7 +163,7 @@ class Device:
     def _admit(self, new: Any) -> None:
         from cluster.vllm.coupling import Coupling
 
-        coupling = Coupling.of(new.sampling_params.extra_args)
+        coupling = Coupling.of(new.sampling_params)
         assert coupling is not None
         self._keys[new.req_id] = coupling.noise_key
         self._lengths[new.req_id], self._computed[new.req_id] = len(new.prompt_token_ids), new.num_computed_tokens

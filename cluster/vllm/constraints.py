@@ -14,6 +14,7 @@ from cluster.constraints import UNCONSTRAINED, Constraints
 from cluster.engine.constraint import TokenConstraint
 from cluster.grammars.matching import read_compiled
 from cluster.grammars.vocabulary import Vocabulary
+from cluster.vllm.coupling import extra_args_of, fields_of
 
 EXTRA_ARGS_KEY = "outrider_constraints"
 _VOCABULARY_SECONDS = 10.0  # maximum wait for the vocabulary, which takes some 100 ms to read
@@ -26,20 +27,12 @@ def to_extra_args(constraints: Constraints, end_token_ids: Collection[int], gram
     """
     if constraints == UNCONSTRAINED:
         return {}
-    return {
-        EXTRA_ARGS_KEY: {
-            "allowed_token_ids": constraints.allowed_token_ids,
-            "bad_words": constraints.bad_words,
-            "min_tokens": constraints.min_tokens,
-            "end_token_ids": sorted(end_token_ids),
-            "grammar": grammar,
-        }
-    }
+    return {EXTRA_ARGS_KEY: fields_of(constraints) | {"end_token_ids": sorted(end_token_ids), "grammar": grammar}}
 
 
 def is_constrained(sampling_params: Any) -> bool:
     """Returns True if a vLLM request with `sampling_params` has constraints."""
-    return sampling_params is not None and EXTRA_ARGS_KEY in (sampling_params.extra_args or {})
+    return EXTRA_ARGS_KEY in extra_args_of(sampling_params)
 
 
 class RequestConstraints:
@@ -56,11 +49,9 @@ class RequestConstraints:
         self._vocabulary = Vocabulary.read(written)
         self._is_known.set()
 
-    def of(
-        self, request_id: str, extra_args: Mapping[str, Any] | None, generated: Sequence[int]
-    ) -> TokenConstraint | None:
+    def of(self, request_id: str, sampling_params: Any, generated: Sequence[int]) -> TokenConstraint | None:
         """Returns the constraint of a request after the tokens `generated`; None if the request has no constraint."""
-        asked = (extra_args or {}).get(EXTRA_ARGS_KEY)
+        asked = extra_args_of(sampling_params).get(EXTRA_ARGS_KEY)
         if asked is None:
             return None
         constraint = self._constraints.get(request_id)
@@ -73,10 +64,6 @@ class RequestConstraints:
     def keep_only(self, request_ids: Collection[str]) -> None:
         """Forgets all requests except `request_ids`, because the others have ended."""
         self._constraints = {key: kept for key, kept in self._constraints.items() if key in request_ids}
-
-    def forget(self, request_ids: Collection[str]) -> None:
-        for request_id in request_ids:
-            self._constraints.pop(request_id, None)
 
     def _new(self, asked: Mapping[str, Any]) -> TokenConstraint:
         constraints = Constraints(

@@ -6,10 +6,10 @@ nor rounds it. Noise key and position determine the noise, so these fields are s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
+from cluster.constraints import Constraints
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 
@@ -27,17 +27,9 @@ class Coupling:
     conversation: bytes = b""  # the same for all turns of a conversation; b"": unknown
 
     def to_extra_args(self) -> dict[str, Any]:
-        params = self.params
         return {
             EXTRA_ARGS_KEY: {
-                "temperature": params.temperature,
-                "top_k": params.top_k,
-                "top_p": params.top_p,
-                "min_p": params.min_p,
-                "repetition_penalty": params.repetition_penalty,
-                "presence_penalty": params.presence_penalty,
-                "frequency_penalty": params.frequency_penalty,
-                "logit_bias": params.logit_bias,
+                "params": fields_of(self.params),
                 "noise_key": (self.noise_key.low, self.noise_key.high),
                 "num_prompt_tokens": self.num_prompt_tokens,
                 "num_speculative_tokens": self.num_speculative_tokens,
@@ -46,16 +38,21 @@ class Coupling:
         }
 
     @classmethod
-    def of(cls, extra_args: Mapping[str, Any] | None) -> Coupling | None:
-        """Returns the coupling that `to_extra_args` wrote; None if `extra_args` has none."""
-        found = (extra_args or {}).get(EXTRA_ARGS_KEY)
+    def of(cls, sampling_params: Any) -> Coupling | None:
+        """Returns the coupling in vLLM's `sampling_params` of a request; None if there is none."""
+        found = extra_args_of(sampling_params).get(EXTRA_ARGS_KEY)
         if found is None:
             return None
-        fields = dict(found)
-        noise_key = NoiseKey(*fields.pop("noise_key"))
-        num_prompt_tokens = fields.pop("num_prompt_tokens")
-        num_speculative_tokens = fields.pop("num_speculative_tokens")
-        conversation = fields.pop("conversation")
-        logit_bias = tuple((token, bias) for token, bias in fields.pop("logit_bias"))
-        params = SamplingParams(**fields, logit_bias=logit_bias)
-        return cls(params, noise_key, num_prompt_tokens, num_speculative_tokens, conversation)
+        bias = tuple((token, added) for token, added in found["params"]["logit_bias"])
+        params = SamplingParams(**{**found["params"], "logit_bias": bias})
+        return cls(**{**found, "params": params, "noise_key": NoiseKey(*found["noise_key"])})
+
+
+def fields_of(instance: SamplingParams | Constraints) -> dict[str, Any]:
+    """Returns the fields of `instance` by name, without computed ones. Copies no value."""
+    return {field.name: getattr(instance, field.name) for field in fields(instance) if field.init}
+
+
+def extra_args_of(sampling_params: Any) -> dict[str, Any]:
+    """Returns the `extra_args` of vLLM's `sampling_params` of a request; empty if there are none."""
+    return (sampling_params.extra_args or {}) if sampling_params is not None else {}

@@ -107,7 +107,7 @@ def _process_inputs(
 
 def _get_child_info(original: Callable[..., Any], parent: Any, index: int) -> Any:
     request_id, params = original(parent, index)
-    coupling = Coupling.of(params.extra_args)
+    coupling = Coupling.of(params)
     if coupling is not None:
         key = NoiseKey.derive(parent.sampling_params.seed, index)
         params = copy(params)

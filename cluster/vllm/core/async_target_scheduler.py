@@ -22,7 +22,7 @@ class AsyncCoordinatedScheduler(CoordinatedScheduler, AsyncRoundScheduler):
     def schedule(self, throttle_prefills: bool = False) -> Any:
         output = super().schedule(throttle_prefills)
         for new in output.scheduled_new_reqs:
-            coupling = Coupling.of(new.sampling_params.extra_args)
+            coupling = Coupling.of(new.sampling_params)
             if coupling is not None and coupling.params.has_penalty:
                 # For penalties the runner counts all tokens after the prompt as generated. Tokens that another worker
                 # generated must count too, so they must not be part of the prompt.

@@ -11,17 +11,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+from vllm.v1.request import Request
 
 from cluster.speculation.acceptance_model import SequenceAcceptance
 from cluster.speculation.device_depths import TRIAL_DEPTHS, DeviceDepths
 from cluster.vllm.constraints import is_constrained
+from cluster.vllm.core.scheduler import EngineStep, Rounds
 from cluster.vllm.coupling import Coupling
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
-
-    from cluster.vllm.core.scheduler import EngineStep
 
 TRIED_STEPS = 3 * len(TRIAL_DEPTHS)  # each depth three times: the first step may compile
 
@@ -34,8 +31,8 @@ class _Sequence:
     is_whole: bool = True  # whether the draft model's cache has all tokens of the sequence
 
 
-class DeviceRounds:
-    """`cluster.vllm.core.scheduler.Rounds` for a runner that drafts. A depth of 0 drafts nothing in that step."""
+class DeviceRounds(Rounds):
+    """Rounds for a runner that drafts. A depth of 0 drafts nothing in that step."""
 
     def __init__(self, max_depth: int, initial_depth: int, *, is_fixed: bool) -> None:
         """`is_fixed`: the depth is always `initial_depth`, except for requests that set their own."""
@@ -80,13 +77,6 @@ class DeviceRounds:
             planned[request.request_id] = min(wanted, sequence.num_drafted) if sequence.is_whole else 0
         return planned if any(planned.values()) else {}
 
-    def collect(self, decoding: Sequence[Request]) -> Mapping[str, Sequence[int]]:
-        """Returns no drafts, because they are already on the device."""
-        return {}
-
-    def scheduled(self, joining: Sequence[Request]) -> None:
-        """Does nothing: `next_depth` creates the state of new requests."""
-
     def end(self, step: EngineStep) -> None:
         depth = self._scheduled.popleft()
         if step.rounds and not step.prompts:
@@ -108,7 +98,7 @@ class DeviceRounds:
         sequence = self._sequences.get(request.request_id)
         if sequence is None:
             params = request.sampling_params
-            coupling = Coupling.of(params.extra_args) if params is not None else None
+            coupling = Coupling.of(params)
             temperature = 0.0 if coupling is None else coupling.params.temperature
             asked = None if coupling is None else coupling.num_speculative_tokens
             if is_constrained(params):

@@ -21,7 +21,6 @@ class PoolScheduler(RoundScheduler):
         super().__init__(*args, **kwargs)
         switch_threads_soon()
         self.step_times = {kind: StepTime() for kind in ("prefill", "verify", "decode")}
-        self.on_step = self.stepped
 
     def connect(
         self, new_pool: Callable[[], DraftPool], speculation: SpeculationConfig, addresses: Sequence[str] = ()
@@ -43,7 +42,6 @@ class PoolScheduler(RoundScheduler):
         )
 
     def stepped(self, step: EngineStep) -> None:
-        """Called after each step."""
         if step.rounds:
             has_drafts = any(committed.draft_token_ids for committed in step.rounds)
             self.step_times[StepTime.kind(has_prompt=step.has_prefill, has_drafts=has_drafts)].add(step.seconds)

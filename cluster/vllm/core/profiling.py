@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
+from vllm.v1.request import Request
 
-    from cluster.vllm.core.scheduler import EngineStep
+from cluster.vllm.core.scheduler import EngineStep, Rounds
 
 DEPTHS = (0, 1, 3, 7, 15)
 STEPS = 3 * len(DEPTHS)  # each depth three times: the first step may compile
 
 
-class ProfilingRounds:
-    """`cluster.vllm.core.scheduler.Rounds` that supplies drafts of each depth in `DEPTHS`, and measures the steps.
+class ProfilingRounds(Rounds):
+    """Rounds that supply drafts of each depth in `DEPTHS`, and measure the steps.
 
     The drafts repeat one token and are nearly always wrong. Only their number matters.
     """
@@ -38,12 +36,6 @@ class ProfilingRounds:
     def collect(self, decoding: Sequence[Request]) -> Mapping[str, Sequence[int]]:
         return {request.request_id: [0] * self._depth for request in decoding}
 
-    def scheduled(self, joining: Sequence[Request]) -> None:
-        """Does nothing: there are no drafters."""
-
     def end(self, step: EngineStep) -> None:
         if step.rounds and not step.has_prefill:
             self._seconds[step.num_rows] = min(step.seconds, self._seconds.get(step.num_rows, step.seconds))
-
-    def close(self, request: Request) -> None:
-        """Does nothing: there is no state per request."""

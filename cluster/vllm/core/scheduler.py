@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from vllm.config.lora import LoRAConfig
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
@@ -64,20 +64,22 @@ class EngineStep:
         return bool(self.prompts)
 
 
-class Rounds(Protocol):
-    """Interface of the rounds. Methods are called from the engine core's thread and must not raise."""
+class Rounds:
+    """Interface of the rounds, without drafts. Methods are called from the engine core's thread and must not raise."""
 
     def plan(self, decoding: Sequence[Request], joining: Sequence[Request]) -> Mapping[str, int] | None:
         """Returns the maximum number of drafts in the next step for each of `decoding`, by request ID.
 
         Returns None if rounds are off.
         """
+        return {}
 
     def collect(self, decoding: Sequence[Request]) -> Mapping[str, Sequence[int]] | None:
         """Waits for the drafts of the planned step, and returns them by request ID. Returns None if rounds are off.
 
         If the step is not scheduled yet, requests without an entry are left out of it.
         """
+        return {}
 
     def scheduled(self, joining: Sequence[Request]) -> None:
         """Called before the step runs. The step computes prompts of `joining`, which will decode in later steps."""
@@ -109,7 +111,6 @@ class RoundScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.max_drafts = int(self.num_spec_tokens)  # maximum drafts of a request in a step
-        self.on_step: Callable[[EngineStep], None] = lambda _: None
         self.num_preemptions = 0
         self.num_queried_tokens = 0  # tokens of admitted requests
         self.num_hit_tokens = 0  # tokens of admitted requests that were in the prefix cache
@@ -205,8 +206,11 @@ class RoundScheduler(Scheduler):
             self.pace.observe(scheduler_output.total_num_scheduled_tokens, step.prompts, seconds)
         if self.rounds is not None:
             self.rounds.end(step)
-        self.on_step(step)
+        self.stepped(step)
         return outputs
+
+    def stepped(self, step: EngineStep) -> None:
+        """Called after each step."""
 
     def admitted(self, output: SchedulerOutput) -> list[NewRequestData]:
         """Returns the requests that run for the first time. vLLM's V2 runner also lists preempted requests as new."""

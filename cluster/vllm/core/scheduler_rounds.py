@@ -13,7 +13,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
+
+from vllm.v1.request import Request
 
 from cluster.config.speculation import SpeculationConfig
 from cluster.coordination.coordinator import Coordinator, StepTiming
@@ -26,12 +28,8 @@ from cluster.speculation.demand import DraftDemand
 from cluster.speculation.drafts import Drafts
 from cluster.targets.base import root_of
 from cluster.telemetry.metrics import Reading
+from cluster.vllm.core.scheduler import EngineStep, Rounds
 from cluster.vllm.coupling import Coupling
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
-
-    from cluster.vllm.core.scheduler import EngineStep
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +59,8 @@ def _contained(
     return call
 
 
-class CoordinatedRounds:
-    """`cluster.vllm.core.scheduler.Rounds` with a coordinator; for the engine core's thread unless noted."""
+class CoordinatedRounds(Rounds):
+    """Rounds with a coordinator; for the engine core's thread unless noted."""
 
     def __init__(
         self,
@@ -187,8 +185,7 @@ class CoordinatedRounds:
         """Returns the sequence of `request`; None if the request has no sampling parameters."""
         sequence = self._sequences.get(request.request_id)
         if sequence is None:
-            params = request.sampling_params
-            coupling = Coupling.of(params.extra_args) if params is not None else None
+            coupling = Coupling.of(request.sampling_params)
             if coupling is None:
                 return None
             sequence = self._sequences[request.request_id] = SpeculativeSequence(

@@ -28,14 +28,13 @@ from cluster.targets.request_times import RequestTimes
 from cluster.telemetry.logs import log_name, setup_logging
 from cluster.telemetry.metrics import Reading, StepTime
 from cluster.vllm.channel import Endpoints, Failed, Outputs, Profiled, Status, VocabularyMessage, connect
-from cluster.vllm.constraints import EXTRA_ARGS_KEY as CONSTRAINTS_KEY
-from cluster.vllm.constraints import RequestConstraints
+from cluster.vllm.constraints import RequestConstraints, is_constrained
 from cluster.vllm.core.device_rounds import DeviceRounds
 from cluster.vllm.core.pool_scheduler import PoolScheduler
 from cluster.vllm.core.profiling import ProfilingRounds
 from cluster.vllm.core.scheduler import EngineStep
 from cluster.vllm.core.scheduler_rounds import CoordinatedRounds
-from cluster.vllm.coupling import Coupling
+from cluster.vllm.coupling import Coupling, extra_args_of
 
 SCHEDULER = "cluster.vllm.core.target_scheduler.CoordinatedScheduler"
 ASYNC_SCHEDULER = "cluster.vllm.core.async_target_scheduler.AsyncCoordinatedScheduler"
@@ -95,7 +94,8 @@ class CoordinatedScheduler(PoolScheduler):
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         self._heartbeat.begin()
-        self._constraints.forget([request.request_id for request in self._ended])
+        if self._ended:
+            self._constraints.keep_only(self.requests)
         for request in self._ended:
             self._num_cached_tokens.pop(request.request_id, None)
             self._request_times.ended(request.request_id, request.num_preemptions)
@@ -107,7 +107,7 @@ class CoordinatedScheduler(PoolScheduler):
             num_uncached = request.num_prompt_tokens - new.num_computed_tokens
             self._request_times.admitted(new.req_id, time.time() - request.arrival_time, num_uncached)
             self._num_cached_tokens[new.req_id] = new.num_computed_tokens
-        admitted = [_extra_args(new) for new in admitted_now]
+        admitted = [extra_args_of(new.sampling_params) for new in admitted_now]
         if traced := [extra_args[REQUEST_ID_KEY] for extra_args in admitted if TRACED_KEY in extra_args]:
             self._channel.send(Outputs([GenerationOutput.of_admission(request_id) for request_id in traced]))
         return output
@@ -126,7 +126,7 @@ class CoordinatedScheduler(PoolScheduler):
         constraint = self._constraint(request)
         if constraint is None:  # the usual case
             return proposed[:most]
-        coupling = Coupling.of(_extra_args(request))
+        coupling = Coupling.of(request.sampling_params)
         if coupling is not None and coupling.num_speculative_tokens is not None:
             most = min(most, coupling.num_speculative_tokens)
         return constraint.drafts(Drafts(proposed[:most]), most).token_ids
@@ -136,19 +136,19 @@ class CoordinatedScheduler(PoolScheduler):
         return super()._free_request(request, delay_free_blocks)
 
     def _constraint(self, request: Request) -> TokenConstraint | None:
-        extra_args = _extra_args(request)
-        if CONSTRAINTS_KEY not in extra_args:  # the usual case
+        params = request.sampling_params
+        if not is_constrained(params):  # the usual case
             return None
-        coupling = Coupling.of(extra_args)
+        coupling = Coupling.of(params)
         assert coupling is not None
-        return self._constraints.of(request.request_id, extra_args, request.all_token_ids[coupling.num_prompt_tokens :])
+        return self._constraints.of(request.request_id, params, request.all_token_ids[coupling.num_prompt_tokens :])
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
         """Stores the drafts of vLLM's own proposer, limited to each request's `num_speculative_tokens`."""
         super().update_draft_token_ids(draft_token_ids)
         if self.rounds is None:
             for request in self.running:
-                coupling = Coupling.of(request.sampling_params.extra_args) if request.spec_token_ids else None
+                coupling = Coupling.of(request.sampling_params) if request.spec_token_ids else None
                 if coupling is not None and coupling.num_speculative_tokens is not None:
                     request.spec_token_ids = request.spec_token_ids[: coupling.num_speculative_tokens]
 
@@ -160,7 +160,7 @@ class CoordinatedScheduler(PoolScheduler):
         self._request_times.stepped(step.num_tokens)
         outputs = []
         for committed in step.rounds:
-            request_id = _extra_args(committed.request).get(REQUEST_ID_KEY)
+            request_id = extra_args_of(committed.request.sampling_params).get(REQUEST_ID_KEY)
             constraint = self._constraint(committed.request)
             self._num_committed_tokens += len(committed.token_ids)
             self._request_times.committed(committed.request.request_id)
@@ -235,12 +235,6 @@ class CoordinatedScheduler(PoolScheduler):
         yield self._heartbeat.busy
         yield from self._request_times.readings()
         yield from self.readings()
-
-
-def _extra_args(request: Any) -> dict[str, Any]:
-    """Returns the extra arguments of `request`; empty if the request has none."""
-    params = request.sampling_params
-    return (params.extra_args or {}) if params is not None else {}
 
 
 class _LastWords(logging.Handler):

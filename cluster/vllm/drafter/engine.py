@@ -16,7 +16,7 @@ from vllm.v1.request import Request
 from cluster.config.workers import WorkerConfig
 from cluster.engine.prompt_pace import PromptPace
 from cluster.errors import ConfigurationError, first_line
-from cluster.vllm.core.scheduler import EngineLoad, EngineStep, RoundScheduler
+from cluster.vllm.core.scheduler import EngineLoad, EngineStep, Rounds, RoundScheduler
 from cluster.vllm.coupling import Coupling
 from cluster.vllm.engine_args import common_engine_args, make_args, set_environment
 from cluster.vllm.runner.sampling import EXTENSION
@@ -98,25 +98,18 @@ class DraftEngine:
         return self._named.token_ids
 
 
-class _Named:
+class _Named(Rounds):
     """Rounds without drafts. They select the requests of a step, and store its tokens."""
 
     def __init__(self) -> None:
         self.request_ids: frozenset[str] = frozenset()
         self.token_ids: dict[str, int] = {}
 
-    def plan(self, decoding: Sequence[Request], joining: Sequence[Request]) -> Mapping[str, int]:
-        return {}
-
     def collect(self, decoding: Sequence[Request]) -> Mapping[str, Sequence[int]]:
         return {request.request_id: () for request in decoding if request.request_id in self.request_ids}
 
-    def scheduled(self, joining: Sequence[Request]) -> None: ...
-
     def end(self, step: EngineStep) -> None:
         self.token_ids = {committed.request.request_id: committed.token_ids[0] for committed in step.rounds}
-
-    def close(self, request: Request) -> None: ...
 
 
 @contextmanager

@@ -42,7 +42,7 @@ class CoupledSampling(LogitsProcessor):
         self._is_stale = False
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-        coupling = Coupling.of(sampling_params.extra_args)
+        coupling = Coupling.of(sampling_params)
         self._couplings.put(req_idx, coupling)
         if coupling is None:  # a warm-up request of vLLM
             self._host.clear(req_idx)

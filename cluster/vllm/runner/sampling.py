@@ -72,7 +72,7 @@ class _Requests:
             counts = self._count(request_id, coupling, batch.token_ids_cpu[index], num_tokens)
             drafts = batch.spec_token_ids[index][:num_drafts] if num_drafts else ()
             generated = batch.token_ids_cpu[index, coupling.num_prompt_tokens : num_tokens]
-            constraint = self.constraints.of(request_id, self._extra_args(request_id), generated)
+            constraint = self.constraints.of(request_id, self._params(request_id), generated)
             requests.append(
                 SampleRequest(
                     params=coupling.params,
@@ -94,7 +94,7 @@ class _Requests:
             self._couplings = {known: found for known, found in self._couplings.items() if known in running}
             self._counts = {known: found for known, found in self._counts.items() if known in running}
             self.constraints.keep_only(running)
-            coupling = Coupling.of(self._extra_args(request_id))
+            coupling = Coupling.of(self._params(request_id))
             assert coupling is not None, f"request {request_id} has no sampling parameters"
             self._couplings[request_id] = coupling
         return coupling
@@ -110,8 +110,8 @@ class _Requests:
         counts.count(token_ids, num_tokens, coupling.num_prompt_tokens)
         return counts
 
-    def _extra_args(self, request_id: str) -> Any:
-        return self._runner.requests[request_id].sampling_params.extra_args
+    def _params(self, request_id: str) -> Any:
+        return self._runner.requests[request_id].sampling_params
 
 
 class CoupledSampler(Sampler):

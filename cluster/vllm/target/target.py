@@ -55,7 +55,7 @@ from cluster.vllm.constraints import to_extra_args
 from cluster.vllm.core.device_rounds import TRIED_STEPS
 from cluster.vllm.core.profiling import STEPS
 from cluster.vllm.core.target_scheduler import ASYNC_SCHEDULER, REQUEST_ID_KEY, SCHEDULER, TRACED_KEY, CoreSettings
-from cluster.vllm.coupling import Coupling
+from cluster.vllm.coupling import Coupling, fields_of
 from cluster.vllm.engine_args import (
     COUPLED_SAMPLING,
     allow_bias,
@@ -379,7 +379,7 @@ class VllmTarget(Target):
     def _sampling_params(self, request: GenerationRequest) -> VllmSamplingParams:
         k = request.num_speculative_tokens
         coupling = Coupling(request.params, request.noise_key, request.num_prompt_tokens, k, request.conversation)
-        values = _own_params(request)
+        values = fields_of(request.params) | {"logit_bias": dict(request.params.logit_bias) or None}  # vLLM's names
         if self._is_coupled:  # for vLLM all requests are greedy
             shaped = (
                 ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias") if self._on_v2 else ()
@@ -433,18 +433,3 @@ class VllmTarget(Target):
                 f"vLLM's engine core has ended: {cause if is_recent else 'its own message, if any, is above'}"
             )
             logger.error("%s", self.error)
-
-
-def _own_params(request: GenerationRequest) -> dict[str, Any]:
-    """Returns the sampling parameters for `acceptance: engine`, with vLLM's names."""
-    params = request.params
-    return {
-        "temperature": params.temperature,
-        "top_k": params.top_k,
-        "top_p": params.top_p,
-        "min_p": params.min_p,
-        "repetition_penalty": params.repetition_penalty,
-        "presence_penalty": params.presence_penalty,
-        "frequency_penalty": params.frequency_penalty,
-        "logit_bias": dict(params.logit_bias) or None,
-    }

@@ -87,7 +87,7 @@ def request(name: str = "a", k: int | None = None, *, coupled: bool = True) -> R
 def test_a_coupling_comes_out_of_the_arguments_as_it_went_in() -> None:
     params = SamplingParams(temperature=0.7, top_k=3, logit_bias=((1, 2.0),))
     coupling = Coupling(params, NoiseKey(1, 2), 5, 3, b"conversation")
-    assert Coupling.of(coupling.to_extra_args()) == coupling
+    assert Coupling.of(SimpleNamespace(extra_args=coupling.to_extra_args())) == coupling
 
 
 def step(
