@@ -1,4 +1,4 @@
-"""The LoRA adapters of a vLLM target: their names, and the requests that use them.
+"""The LoRA adapters of a vLLM target: loads them into its running engine, and removes them after their last request.
 
 vLLM identifies an adapter by a number and a folder, and this module uses new ones for each loaded adapter. So if a name
 gets another adapter, vLLM does not reuse the KV of the previous one.
@@ -6,20 +6,37 @@ gets another adapter, vLLM does not reuse the KV of the previous one.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import itertools
+import logging
 import shutil
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from vllm.lora.request import LoRARequest
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from cluster.config.workers import TargetConfig
-from cluster.errors import ConfigurationError, InvalidRequestError, NotFoundError
+from cluster.errors import (
+    ConfigurationError,
+    InternalError,
+    InvalidRequestError,
+    NotFoundError,
+    OutriderError,
+    first_line,
+)
 from cluster.owned_folder import OwnedFolder
 from cluster.targets.base import no_adapter
 from cluster.vllm.target.adapter_folder import AdapterFiles, BaseModel, copy_adapter, folder_within
 from cluster.vllm.target.lora import LoraLimits
+
+logger = logging.getLogger(__name__)
+
+_LINGER_SECONDS = 30.0  # time until the copy of an unloaded adapter is deleted
 
 
 @dataclass(slots=True, eq=False)
@@ -41,9 +58,10 @@ class Adapter:
 
 
 class Adapters:
-    """All adapters of a target. Thread-safe."""
+    """All adapters of a target. For the thread of the engine's client, unless noted."""
 
     def __init__(self, target: TargetConfig, base: BaseModel, limits: LoraLimits) -> None:
+        """`connect` must be called before adapters are loaded."""
         self._root = None if target.lora_root is None else Path(target.lora_root)
         self._base = base
         self._limits = limits
@@ -52,15 +70,20 @@ class Adapters:
         self._lock = threading.Lock()
         self._named: dict[str, Adapter] = {}
         self._in_engine: set[Adapter] = set()  # named adapters, and adapters of running requests
+        self._llm: AsyncLLM
+        self._engine_died: Callable[[], None]
+        self._changing = asyncio.Lock()
+        self._taken_out: set[asyncio.Task[None]] = set()  # keeps references: asyncio drops tasks without one
+
+    def connect(self, llm: AsyncLLM, engine_died: Callable[[], None]) -> None:
+        """Sets the engine's client. `engine_died` is called if the engine core has ended."""
+        self._llm, self._engine_died = llm, engine_died
 
     @property
     def fingerprints(self) -> dict[str, str]:
+        """Fingerprints of the adapters by name. Thread-safe."""
         with self._lock:
             return {name: adapter.fingerprint for name, adapter in self._named.items()}
-
-    def named(self, name: str) -> Adapter | None:
-        with self._lock:
-            return self._named.get(name)
 
     def configured(self, target: TargetConfig) -> list[Adapter]:
         """Returns the adapters of the configuration. Raises ConfigurationError if one of them cannot be used."""
@@ -72,44 +95,75 @@ class Adapters:
                 raise ConfigurationError(f"target.lora {name!r}: {error}") from error
         return adapters
 
-    def read(self, name: str, path: str) -> Adapter:
-        """Copies and checks the adapter in `path`. Raises InvalidRequestError if the target cannot use it."""
-        if self._root is None:
-            raise InvalidRequestError("this target does not load adapters at run time: set target.lora_root")
-        return self._read(name, folder_within(path, self._root))
+    async def load(self, name: str, path: str, *, replace: bool) -> str:
+        """Loads an adapter. Returns its fingerprint.
 
-    def check_room(self) -> None:
-        """Raises InvalidRequestError if the engine's memory has no room for another adapter."""
-        with self._lock:
-            if len(self._in_engine) >= self._limits.num_adapters:
-                raise InvalidRequestError(
-                    f"this target has {len(self._in_engine)} adapters, which is its limit: unload one, or start it "
-                    f"with target.engine_args {{max_cpu_loras: {self._limits.num_adapters + 1}}} or more"
-                )
-
-    def publish(self, adapter: Adapter) -> Adapter | None:
-        """Gives `adapter` its name. Returns the replaced adapter if the caller must remove it from the engine."""
-        with self._lock:
-            self._in_engine.add(adapter)
-            before, self._named[adapter.name] = self._named.get(adapter.name), adapter
-            return self._retire(before) if before is not None else None
-
-    def unpublish(self, name: str) -> tuple[int, Adapter | None]:
-        """Removes the name of an adapter. Raises NotFoundError if no adapter has this name.
-
-        Returns the number of running requests with the adapter, and the adapter if the caller must remove it from the
-        engine.
+        Raises InvalidRequestError, and changes nothing, if the adapter cannot be loaded.
         """
+        root = self._root
+        if root is None:
+            raise InvalidRequestError("this target does not load adapters at run time: set target.lora_root")
+        async with self._changing:
+            adapter = await asyncio.to_thread(lambda: self._read(name, folder_within(path, root)))
+            try:
+                present = self._named.get(name)
+                if present is not None and present.fingerprint == adapter.fingerprint:
+                    adapter.discard()
+                    return present.fingerprint
+                if present is not None and not replace:
+                    raise InvalidRequestError(
+                        f"an adapter {name!r} with other contents is loaded: unload it, or ask to replace it"
+                    )
+                self._check_room()
+                await self.add(adapter)
+            except OutriderError:
+                adapter.discard()
+                raise
+            return adapter.fingerprint
+
+    async def unload(self, name: str) -> int:
+        """Unloads the adapter for new requests. Returns the number of requests that still run with it.
+
+        Raises NotFoundError if no adapter has this name.
+        """
+        async with self._changing:
+            with self._lock:
+                adapter = self._named.pop(name, None)
+                if adapter is None:
+                    raise NotFoundError(no_adapter(name))
+                num_running = adapter.num_running
+            await self._retire(adapter)
+            return num_running
+
+    async def add(self, adapter: Adapter) -> None:
+        """Loads `adapter` into the engine, so that requests can name it.
+
+        Raises InvalidRequestError, and changes nothing, if vLLM cannot load or apply the adapter.
+        """
+        try:
+            await self._llm.add_lora(adapter.request())
+            (unapplied, *_) = await self._llm.collective_rpc("unapplied_modules", args=(adapter.number,))
+            if unapplied:
+                raise InvalidRequestError(f"this model has no {', '.join(unapplied)[:256]} that an adapter can change")
+        except EngineDeadError as error:
+            self._engine_died()
+            raise InternalError("vLLM's engine core has ended") from error
+        except Exception as error:
+            with contextlib.suppress(Exception):  # the engine may not have loaded the adapter
+                await self._llm.remove_lora(adapter.number)
+            if isinstance(error, InvalidRequestError):
+                raise
+            raise InvalidRequestError(f"vLLM cannot load the adapter: {first_line(error)}") from error
+        self._in_engine.add(adapter)
         with self._lock:
-            adapter = self._named.pop(name, None)
-            if adapter is None:
-                raise NotFoundError(no_adapter(name))
-            return adapter.num_running, self._retire(adapter)
+            replaced, self._named[adapter.name] = self._named.get(adapter.name), adapter
+        if replaced is not None:
+            await self._retire(replaced)
 
     def acquire(self, name: str, fingerprint: str) -> Adapter:
         """Returns the adapter for a request. The adapter stays in the engine until `release`.
 
-        Raises NotFoundError if no adapter has this name, or if its fingerprint differs from `fingerprint`.
+        Raises NotFoundError if no adapter has this name, or if its fingerprint differs from `fingerprint`. Thread-safe.
         """
         with self._lock:
             adapter = self._named.get(name)
@@ -118,16 +172,14 @@ class Adapters:
             adapter.num_running += 1
             return adapter
 
-    def release(self, adapter: Adapter) -> bool:
-        """Ends one request's use of `adapter`. Returns True if the caller must remove it from the engine."""
+    def release(self, adapter: Adapter) -> None:
+        """Records that a request with `adapter` has ended. Unloads an adapter without a name after its last request."""
         with self._lock:
             adapter.num_running -= 1
-            return adapter.is_retired and adapter.num_running == 0
-
-    def forget(self, adapter: Adapter) -> None:
-        """Records that `adapter` is no longer in the engine."""
-        with self._lock:
-            self._in_engine.discard(adapter)
+        if adapter.is_retired and adapter.num_running == 0:
+            task = asyncio.get_running_loop().create_task(self._take_out(adapter))
+            self._taken_out.add(task)
+            task.add_done_callback(self._taken_out.discard)
 
     def close(self) -> None:
         self._copies.remove()
@@ -145,6 +197,28 @@ class Adapters:
             raise
         return adapter
 
-    def _retire(self, adapter: Adapter) -> Adapter | None:
+    def _check_room(self) -> None:
+        """Raises InvalidRequestError if the engine's memory has no room for another adapter."""
+        if len(self._in_engine) >= self._limits.num_adapters:
+            raise InvalidRequestError(
+                f"this target has {len(self._in_engine)} adapters, which is its limit: unload one, or start it "
+                f"with target.engine_args {{max_cpu_loras: {self._limits.num_adapters + 1}}} or more"
+            )
+
+    async def _retire(self, adapter: Adapter) -> None:
+        """Unloads `adapter`, which has lost its name, now or after its last request."""
         adapter.is_retired = True
-        return None if adapter.num_running else adapter
+        if adapter.num_running == 0:
+            await self._take_out(adapter)
+
+    async def _take_out(self, adapter: Adapter) -> None:
+        """Unloads `adapter` from the engine. No running request may use it."""
+        try:
+            await self._llm.remove_lora(adapter.number)
+        except EngineDeadError:
+            self._engine_died()
+        except Exception:
+            logger.exception("vLLM could not unload the adapter %s", adapter.name)
+        self._in_engine.discard(adapter)
+        # The engine may read the folder again for an aborted request, before the abort reaches it.
+        asyncio.get_running_loop().call_later(_LINGER_SECONDS, adapter.discard)

@@ -66,7 +66,6 @@ from cluster.vllm.engine_args import (
 )
 from cluster.vllm.runner.sampling import EXTENSION
 from cluster.vllm.target.adapter_folder import BaseModel
-from cluster.vllm.target.adapter_loader import AdapterLoader
 from cluster.vllm.target.adapters import Adapter, Adapters
 from cluster.vllm.target.lora import LoraLimits
 
@@ -109,7 +108,6 @@ class VllmTarget(Target):
         self._failed: tuple[str, float] = ("", 0.0)  # the last error of the engine core, with its time
         self._is_stopping = False
         self._adapters: Adapters | None = None
-        self._loader: AdapterLoader | None = None
         if target.takes_adapters:
             self._adapters = Adapters(target, BaseModel.of(folder), LoraLimits.of(target))
         self._sending_vocabulary = asyncio.Lock()
@@ -131,8 +129,8 @@ class VllmTarget(Target):
         finally:
             listener.close()
         if self._adapters is not None:
-            self._loader = AdapterLoader(self._adapters, self._llm, self._set_error)
-            self._load_configured(self._loader, adapters)
+            self._adapters.connect(self._llm, self._set_error)
+            self._load_configured(self._adapters, adapters)
         if config.has_draft_workers or self._drafts_on_device:
             self._call(self._profile())
         model = self._llm.model_config
@@ -172,10 +170,10 @@ class VllmTarget(Target):
             await llm.collective_rpc("prepare_adapters")
         return llm
 
-    def _load_configured(self, loader: AdapterLoader, adapters: Sequence[Adapter]) -> None:
-        for adapter in adapters:
+    def _load_configured(self, adapters: Adapters, configured: Sequence[Adapter]) -> None:
+        for adapter in configured:
             try:
-                self._call(loader.add(adapter))
+                self._call(adapters.add(adapter))
             except InvalidRequestError as error:
                 self.stop()
                 raise ConfigurationError(f"target.lora {adapter.name!r}: {error}") from error
@@ -278,14 +276,14 @@ class VllmTarget(Target):
         return {} if self._adapters is None else self._adapters.fingerprints
 
     async def load_adapter(self, name: str, path: str, *, replace: bool) -> str:
-        if self._loader is None:
+        if self._adapters is None:
             raise InvalidRequestError("this target has no adapters: start it with target.lora_root")
-        return await self._finished(self._loader.load(name, path, replace=replace))
+        return await self._finished(self._adapters.load(name, path, replace=replace))
 
     async def unload_adapter(self, name: str) -> int:
-        if self._loader is None:
+        if self._adapters is None:
             raise NotFoundError(no_adapter(name))
-        return await self._finished(self._loader.unload(name))
+        return await self._finished(self._adapters.unload(name))
 
     def load(self) -> TargetLoad:
         status = self._status
@@ -328,8 +326,8 @@ class VllmTarget(Target):
     def _submit(self, request: GenerationRequest, adapter: Adapter | None) -> None:
         task = self._loop.create_task(self._generate(request, adapter))
         self._running[request.request_id] = task
-        if adapter is not None and self._loader is not None:
-            release = self._loader.release  # a callback, because a task that is cancelled at once never begins
+        if adapter is not None and self._adapters is not None:
+            release = self._adapters.release  # a callback, because a task that is cancelled at once never begins
             task.add_done_callback(lambda _: release(adapter))
 
     def _abort(self, request_id: str) -> None:
