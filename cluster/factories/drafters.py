@@ -1,7 +1,9 @@
-"""Creates drafters by their names in the configuration."""
+"""Creates and identifies drafters by their names in the configuration."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable
 
 from cluster.config import Config
@@ -13,6 +15,7 @@ from cluster.drafters.parallel import ParallelDrafter
 from cluster.drafters.simulated import SimulatedDrafter
 from cluster.drafters.translating import TranslatingDrafter
 from cluster.engine.eagle import load_eagle_head, read_eagle_config
+from cluster.engine.fingerprint import architecture_fingerprint, weights_fingerprint
 from cluster.engine.heads import DecoderHead
 from cluster.engine.limits import StepLimits
 from cluster.engine.loader import LoadedModel, Progress
@@ -25,6 +28,22 @@ from cluster.model_folder import resolve_model_folder
 from cluster.vllm.compatibility import DRAFTER, check
 from cluster.vllm.engine_args import set_environment
 from cluster.vocabulary_map import VocabularyMap
+
+
+def draft_fingerprint(config: Config) -> str:
+    """Returns the hexadecimal SHA-256 of the model and settings that proposals depend on. Raises ConfigurationError.
+
+    Coordinators learn the acceptance of each fingerprint separately. Proposals also depend on the processor, which is
+    not included.
+    """
+    draft = config.draft
+    settings = draft.model_dump(mode="json", include={"drafter", "dtype", "quantization"})
+    if draft.drafter == "simulated":
+        settings |= config.simulation.model_dump(mode="json", include={"acceptance", "acceptance_schedule"})
+    elif draft.drafter != "ngram":
+        folder = resolve_model_folder(config.draft_model)
+        settings |= {"weights": weights_fingerprint(folder), "architecture": architecture_fingerprint(folder)}
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
 def make_drafter(config: Config, progress: Progress | None = None, vocabulary: VocabularyMap | None = None) -> Drafter:

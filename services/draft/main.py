@@ -8,11 +8,10 @@ from itertools import chain
 from cluster.config import Config
 from cluster.config.workers import model_name
 from cluster.drafters.base import Drafter
-from cluster.drafters.identity import draft_fingerprint
 from cluster.drafters.pairing import draft_vocabulary, spoken_fingerprint
 from cluster.drafting.worker import DraftWorker
 from cluster.errors import ConfigurationError
-from cluster.factories.drafters import make_drafter
+from cluster.factories.drafters import draft_fingerprint, make_drafter
 from cluster.placement.endpoints import advertised_address
 from cluster.transport.listening import Listener
 from protos.speculation.v1 import draft_pb2_grpc, types_pb2
