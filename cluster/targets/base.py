@@ -107,7 +107,7 @@ class TargetLoad:
     num_waiting: int
     num_used_blocks: int
     num_blocks: int
-    num_draft_links: int
+    num_draft_links: int = 0
     num_draft_endpoints: int = 0  # listed draft workers
     num_waiting_tokens: int = 0  # tokens of the waiting sequences
     demand: DraftDemand | None = None  # None: the gain of drafts is unknown

@@ -56,10 +56,6 @@ class RejectionSampler:
         self._limits = limits
         self._caches: dict[Generation, _Cache] = {}
 
-    @property
-    def num_used_blocks(self) -> int:
-        return self._draft.blocks.num_used_blocks
-
     def revise(
         self,
         choices: list[int],

@@ -44,7 +44,7 @@ class PoolScheduler(RoundScheduler):
     def stepped(self, step: EngineStep) -> None:
         if step.rounds:
             has_drafts = any(committed.draft_token_ids for committed in step.rounds)
-            self.step_times[StepTime.kind(has_prompt=step.has_prefill, has_drafts=has_drafts)].add(step.seconds)
+            self.step_times[StepTime.kind(has_prompt=bool(step.prompts), has_drafts=has_drafts)].add(step.seconds)
 
     def readings(self) -> Iterator[Reading]:
         yield from super().readings()

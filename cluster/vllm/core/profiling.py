@@ -37,5 +37,5 @@ class ProfilingRounds(Rounds):
         return {request.request_id: [0] * self._depth for request in decoding}
 
     def end(self, step: EngineStep) -> None:
-        if step.rounds and not step.has_prefill:
+        if step.rounds and not step.prompts:
             self._seconds[step.num_rows] = min(step.seconds, self._seconds.get(step.num_rows, step.seconds))

@@ -23,6 +23,7 @@ from vllm.v1.request import Request
 from cluster.engine.prompt_pace import PromptPace, PromptPart
 from cluster.logprobs import TokenLogprobs
 from cluster.speculation.drafts import num_useful_drafts
+from cluster.targets.base import TargetLoad
 from cluster.telemetry.metrics import Reading
 
 
@@ -59,10 +60,6 @@ class EngineStep:
     prompts: Sequence[PromptPart]  # parts of prompts that the step computed
     left_prompts: bool  # whether prompt tokens had to wait because the step had no room
 
-    @property
-    def has_prefill(self) -> bool:
-        return bool(self.prompts)
-
 
 class Rounds:
     """Interface of the rounds, without drafts. Methods are called from the engine core's thread and must not raise."""
@@ -90,15 +87,6 @@ class Rounds:
         """Called when the request has finished or was aborted."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineLoad:
-    num_running: int
-    num_waiting: int
-    num_waiting_tokens: int
-    num_used_blocks: int
-    num_blocks: int
-
-
 class RoundScheduler(Scheduler):
     """vLLM's scheduler with rounds. A subclass may set `rounds`; with None, vLLM drafts by itself or not at all."""
 
@@ -118,14 +106,14 @@ class RoundScheduler(Scheduler):
         self._scheduled_at = 0.0
         self._leaves_prompts = False  # `EngineStep.left_prompts` of the step being scheduled
 
-    def load(self) -> EngineLoad:
-        """Returns the engine's load. Thread-safe."""
+    def load(self) -> TargetLoad:
+        """Returns the engine's load, without draft workers. Thread-safe."""
         num_running, num_waiting = self.get_request_counts()
         pool = self.kv_cache_manager.block_pool
         num_blocks = pool.num_gpu_blocks - 1  # vLLM never uses one of them
-        num_waiting_tokens = sum(request.num_tokens for request in [*self.waiting, *self.kv_holding_waiting])
         num_used_blocks = num_blocks - pool.get_num_free_blocks()
-        return EngineLoad(num_running, num_waiting, num_waiting_tokens, num_used_blocks, num_blocks)
+        num_waiting_tokens = sum(request.num_tokens for request in [*self.waiting, *self.kv_holding_waiting])
+        return TargetLoad(num_running, num_waiting, num_used_blocks, num_blocks, num_waiting_tokens=num_waiting_tokens)
 
     def readings(self) -> Iterator[Reading]:
         """Yields metrics of the scheduler. Thread-safe."""

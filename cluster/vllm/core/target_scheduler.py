@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -204,20 +204,16 @@ class CoordinatedScheduler(PoolScheduler):
             time.sleep(_STATUS_SECONDS)
 
     def _send_status(self) -> None:
-        load, pool, rounds = self.load(), self.links.pool, self.rounds
-        target_load = TargetLoad(
-            load.num_running,
-            load.num_waiting,
-            load.num_used_blocks,
-            load.num_blocks,
-            pool.num_links_up,
-            pool.num_endpoints,
-            load.num_waiting_tokens,
-            rounds.demand() if isinstance(rounds, CoordinatedRounds) else None,
+        pool, rounds = self.links.pool, self.rounds
+        load = replace(
+            self.load(),
+            num_draft_links=pool.num_links_up,
+            num_draft_endpoints=pool.num_endpoints,
+            demand=rounds.demand() if isinstance(rounds, CoordinatedRounds) else None,
         )
-        readings = list(self._readings(target_load))  # before the news: it may fail, and would lose them
+        readings = list(self._readings(load))  # before the news: it may fail, and would lose them
         news = self._follower.news(rounds.timeline) if isinstance(rounds, CoordinatedRounds) else News()
-        self._channel.send(Status(target_load, self._heartbeat.is_stuck, readings, news))
+        self._channel.send(Status(load, self._heartbeat.is_stuck, readings, news))
 
     def _readings(self, load: TargetLoad) -> Iterator[Reading]:
         def counter(name: str, documentation: str, value: float) -> Reading:

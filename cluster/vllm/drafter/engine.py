@@ -16,7 +16,8 @@ from vllm.v1.request import Request
 from cluster.config.workers import WorkerConfig
 from cluster.engine.prompt_pace import PromptPace
 from cluster.errors import ConfigurationError, first_line
-from cluster.vllm.core.scheduler import EngineLoad, EngineStep, Rounds, RoundScheduler
+from cluster.targets.base import TargetLoad
+from cluster.vllm.core.scheduler import EngineStep, Rounds, RoundScheduler
 from cluster.vllm.coupling import Coupling
 from cluster.vllm.engine_args import common_engine_args, make_args, set_environment
 from cluster.vllm.runner.sampling import EXTENSION
@@ -50,7 +51,7 @@ class DraftEngine:
         self.dtype = str(config.model_config.dtype).removeprefix("torch.")
         self.block_size: int = config.cache_config.block_size
 
-    def load(self) -> EngineLoad:
+    def load(self) -> TargetLoad:
         """Returns the engine's load. Thread-safe."""
         return self._scheduler.load()
 

@@ -13,6 +13,7 @@ from cluster.config import Config
 from cluster.config.speculation import SpeculationConfig
 from cluster.config.workers import DraftConfig, TargetConfig
 from cluster.engine.batch import Segment
+from cluster.engine.blocks import BlockManager
 from cluster.engine.limits import StepLimits
 from cluster.engine.runner import ModelRunner
 from cluster.errors import ConfigurationError
@@ -58,29 +59,29 @@ def draft(loop: BackgroundLoop, new_runner: NewRunner) -> Iterator[LoopbackDraft
 @pytest.fixture
 def new_target(
     loop: BackgroundLoop, new_runner: NewRunner, draft: LoopbackDraft
-) -> Iterator[Callable[..., tuple[LoopbackTarget, RejectionSampler]]]:
-    """new_target(acceptance): a target and the sampler it would use for `rejection`; both must end up empty."""
-    made: list[tuple[LoopbackTarget, RejectionSampler]] = []
+) -> Iterator[Callable[..., tuple[LoopbackTarget, BlockManager]]]:
+    """new_target(acceptance): a target and the blocks of the draft's copy for `rejection`; both must end up empty."""
+    made: list[tuple[LoopbackTarget, BlockManager]] = []
 
     def start(
         acceptance: str, num_blocks: int = 128, num_draft_blocks: int = 128
-    ) -> tuple[LoopbackTarget, RejectionSampler]:
-        sampler = RejectionSampler(new_runner(8, num_draft_blocks, **DRAFT), StepLimits(256, 8, 16))
+    ) -> tuple[LoopbackTarget, BlockManager]:
+        copy = new_runner(8, num_draft_blocks, **DRAFT)
         target = LoopbackTarget(
             loop,
             new_runner(8, num_blocks, **TARGET),
             [draft.address],
             acceptance=acceptance,
-            rejection=sampler if acceptance == "rejection" else None,
+            rejection=RejectionSampler(copy, StepLimits(256, 8, 16)) if acceptance == "rejection" else None,
         )
-        made.append((target, sampler))
+        made.append((target, copy.blocks))
         target.wait_for_links()
-        return target, sampler
+        return target, copy.blocks
 
     yield start
-    for target, sampler in made:
+    for target, blocks in made:
         target.assert_idle()
-        assert sampler.num_used_blocks == 0
+        assert blocks.num_used_blocks == 0
         target.stop()
 
 
@@ -101,7 +102,7 @@ def acceptance_of(target: LoopbackTarget, requests: list[GenerationRequest]) -> 
 
 @pytest.mark.parametrize("acceptance", ["coupled", "greedy", "rejection"])
 def test_frequencies_of_answers_match_the_target(
-    acceptance: str, new_target: Callable[..., tuple[LoopbackTarget, RejectionSampler]], new_runner: NewRunner
+    acceptance: str, new_target: Callable[..., tuple[LoopbackTarget, BlockManager]], new_runner: NewRunner
 ) -> None:
     expected = answer_probabilities(partial(next_token_probabilities, new_runner(8, 32, **TARGET)), PROMPT, NUM_TOKENS)
     target, _ = new_target(acceptance)
@@ -118,7 +119,7 @@ def test_frequencies_of_answers_match_the_target(
 
 
 def test_greedy_drafts_leave_every_token_as_it_is_and_rejection_does_not(
-    new_target: Callable[..., tuple[LoopbackTarget, RejectionSampler]],
+    new_target: Callable[..., tuple[LoopbackTarget, BlockManager]],
 ) -> None:
     answers = {}
     for acceptance in ("coupled", "greedy", "rejection"):
@@ -132,7 +133,7 @@ def test_greedy_drafts_leave_every_token_as_it_is_and_rejection_does_not(
 
 
 def test_rejection_leaves_greedy_requests_as_they_are(
-    new_target: Callable[..., tuple[LoopbackTarget, RejectionSampler]],
+    new_target: Callable[..., tuple[LoopbackTarget, BlockManager]],
 ) -> None:
     target, _ = new_target("rejection")
     greedy = SamplingParams(temperature=0.0)
@@ -143,7 +144,7 @@ def test_rejection_leaves_greedy_requests_as_they_are(
 
 
 def test_a_copy_without_room_falls_back_on_the_targets_own_choices(
-    new_target: Callable[..., tuple[LoopbackTarget, RejectionSampler]],
+    new_target: Callable[..., tuple[LoopbackTarget, BlockManager]],
 ) -> None:
     target, _ = new_target("rejection", num_draft_blocks=1)
     with_drafts, without = (request(0, max_tokens=40, k=k, prefix=f"k={k}") for k in (4, 0))
@@ -155,26 +156,26 @@ def test_a_copy_without_room_falls_back_on_the_targets_own_choices(
 
 
 def test_aborted_and_preempted_sequences_free_the_copys_blocks(
-    new_target: Callable[..., tuple[LoopbackTarget, RejectionSampler]],
+    new_target: Callable[..., tuple[LoopbackTarget, BlockManager]],
 ) -> None:
     """Prompts are longer than a step of the copy; 32 blocks of 8 tokens do not hold four sequences."""
-    target, sampler = new_target("rejection", num_blocks=32)
+    target, blocks = new_target("rejection", num_blocks=32)
     requests = [
         replace(request(seed, max_tokens=150), token_ids=list(PROMPT) * 10, num_prompt_tokens=40) for seed in range(4)
     ]
     for each in requests:
         target.target.submit(each)
-    wait_until(lambda: sampler.num_used_blocks > 0)
+    wait_until(lambda: blocks.num_used_blocks > 0)
     wait_until(lambda: target.readings()["vllm:num_preemptions"] > 0)
     target.target.abort(requests[0].request_id)
     wait_until(lambda: all(target.is_finished(each) for each in requests[1:]))
     assert [len(target.token_ids(each)) for each in requests[1:]] == [150] * 3
     last = replace(requests[0], request_id="the last, and alone", max_tokens=200)
     target.target.submit(last)
-    wait_until(lambda: len(target.outputs(last)) > 3 and sampler.num_used_blocks > 0)
+    wait_until(lambda: len(target.outputs(last)) > 3 and blocks.num_used_blocks > 0)
     target.target.abort(last.request_id)
     target.assert_idle()
-    assert sampler.num_used_blocks == 0
+    assert blocks.num_used_blocks == 0
 
 
 def test_rejection_needs_one_vocabulary(tiny_folder: Callable[..., object]) -> None:
