@@ -40,7 +40,6 @@ class SimulatedDrafter(Drafter):
         self.vocab_size = vocab_size
         self.max_model_len = limits.max_model_len
         self.acceptance = AcceptanceSchedule(simulation, time.now)
-        self.num_steps = 0
         self.batch = 0  # sequences in the last step
         self._time = time
         self._curve = StepCurve(simulation.draft_step_ms)
@@ -63,7 +62,6 @@ class SimulatedDrafter(Drafter):
                 break
             budget -= self._extend(sequence, budget)
         self._time.sleep_until(started_at + self._curve.at(self._limits.max_num_batched_tokens - budget))
-        self.num_steps += 1
         return []
 
     def rewind(self, sequence: DraftSequence, kept: Sequence[int]) -> None:

@@ -190,10 +190,9 @@ def _ngram(config: Config, progress: Progress | None, vocabulary: VocabularyMap 
 def _vllm(config: Config, progress: Progress | None, vocabulary: VocabularyMap | None) -> Drafter:
     set_environment(config.draft)  # vLLM reads some of it when it is imported
     check(DRAFTER, allow_untested=config.draft.allow_untested_vllm)
-    from cluster.vllm.drafter.drafter import VllmDrafter  # only this drafter needs vLLM
-    from cluster.vllm.drafter.engine import DraftEngine
+    from cluster.vllm.drafter import VllmDrafter  # only this drafter needs vLLM
 
-    return VllmDrafter(DraftEngine(config.draft), config.draft.max_num_seqs, vocabulary)
+    return VllmDrafter(config.draft, vocabulary)
 
 
 def _in_target(config: Config, progress: Progress | None, vocabulary: VocabularyMap | None) -> Drafter:

@@ -6,6 +6,6 @@ VllmTarget ── requests ──▶ AsyncLLM ──▶ CoordinatedScheduler ─
     └──────── channel: outputs, readings ────┘    └── CoordinatedRounds: Coordinator, DraftPool and its links
               endpoints of draft workers ──▶
 
-In `drafter/` the engine core, with one rank also the runner, is in the draft worker's process. The plugin for
+In `drafter.py` the engine core, with one rank also the runner, is in the draft worker's process. The plugin for
 `vllm serve` (`cluster/vllm_plugin/`) has the same scheduler and runner, without the worker's process.
 """

@@ -18,8 +18,8 @@ from cluster.model_folder import resolve_model_folder
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.tokenization import Tokenizer
-from cluster.vllm.drafter.drafter import VllmDrafter
-from cluster.vllm.drafter.engine import DraftEngine
+from cluster.vllm.drafter import VllmDrafter
+from cluster.vllm.engine_args import set_environment
 from cluster.vocabulary_map import VocabularyMap
 from services.held_out import held_out_texts
 from tests.near_pairs import word_tokenizer
@@ -43,7 +43,8 @@ CONFIG = DraftConfig(
 
 @pytest.fixture(scope="module")
 def drafter(own_environment: None) -> VllmDrafter:
-    return VllmDrafter(DraftEngine(CONFIG), MAX_SEQS)
+    set_environment(CONFIG)
+    return VllmDrafter(CONFIG)
 
 
 @pytest.fixture(autouse=True)
@@ -168,11 +169,11 @@ def test_what_came_true_goes_on_without_another_prompt(drafter: VllmDrafter, pro
     sequence = new_sequence(prompts[1])
     assert drafter.admit(sequence)
     draft_until(drafter, 8, sequence)
-    num_queried, _ = drafter._engine.prefix_cache
+    num_queried = drafter._scheduler.num_queried_tokens
     for _ in range(3):
         advance(drafter, sequence, sequence.draft_token_ids[:4])
         assert draft_until(drafter, 8, sequence) == 4
-    assert drafter._engine.prefix_cache[0] == num_queried
+    assert drafter._scheduler.num_queried_tokens == num_queried
 
 
 def test_a_round_that_went_otherwise_computes_its_new_tokens_and_at_most_a_block(
@@ -181,10 +182,11 @@ def test_a_round_that_went_otherwise_computes_its_new_tokens_and_at_most_a_block
     sequence = new_sequence([*prompts[2], *prompts[3]])
     assert drafter.admit(sequence)
     draft_until(drafter, 4, sequence)
-    before = drafter._engine.prefix_cache
+    before = drafter._scheduler.num_queried_tokens, drafter._scheduler.num_hit_tokens
     advance(drafter, sequence, [*sequence.draft_token_ids[:2], 7])
     assert draft_until(drafter, 1, sequence) == 1
-    num_queried, num_hits = (now - then for now, then in zip(drafter._engine.prefix_cache, before, strict=True))
+    num_queried = drafter._scheduler.num_queried_tokens - before[0]
+    num_hits = drafter._scheduler.num_hit_tokens - before[1]
     assert num_queried == 83
     assert num_queried - num_hits <= BLOCK
 
@@ -260,7 +262,7 @@ def test_a_model_that_vllm_does_not_run_is_named(tmp_path_factory: pytest.TempPa
     folder = tmp_path_factory.mktemp("unknown")
     (folder / "config.json").write_text('{"architectures": ["NoSuchModel"], "model_type": "no-such-type"}')
     with pytest.raises(ConfigurationError, match=r"vLLM cannot run .*unknown"):
-        DraftEngine(CONFIG.model_copy(update={"model": str(folder)}))
+        VllmDrafter(CONFIG.model_copy(update={"model": str(folder)}))
 
 
 def test_a_token_that_the_target_lacks_ends_a_proposal(
@@ -285,7 +287,7 @@ def test_a_token_that_the_target_lacks_ends_a_proposal(
 
 def test_short_prompts_do_not_wait_for_long_ones(drafter: VllmDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step takes 64 tokens: without turns the long prompts would have all of the first eight steps."""
-    monkeypatch.setattr(drafter._engine._scheduler, "pace", PromptPace(None, 64))
+    monkeypatch.setattr(drafter._scheduler, "pace", PromptPace(None, 64))
     long, other, short = new_sequence([7] * 250), new_sequence([8] * 250), new_sequence([9] * 20)
     for sequence in (long, other, short):
         assert drafter.admit(sequence)
@@ -296,7 +298,7 @@ def test_short_prompts_do_not_wait_for_long_ones(drafter: VllmDrafter, monkeypat
 
 
 def test_a_prompt_takes_what_the_time_allows(drafter: VllmDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafter._engine._scheduler, "pace", PromptPace(1e-9, 64))
+    monkeypatch.setattr(drafter._scheduler, "pace", PromptPace(1e-9, 64))
     known, sequence = new_sequence([7] * 20), new_sequence([6] * 200)
     assert drafter.admit(known)
     draft_until(drafter, 8, known)  # steps of one row say what a row takes
