@@ -208,6 +208,28 @@ def test_what_still_runs_when_draining_is_over_is_told_so(model_folder, target):
     assert "Traceback" not in stderr
 
 
+def test_probes_notice_before_the_port_closes(model_folder, target):
+    """Requests are served meanwhile; afterwards nothing listens."""
+    with program(model_folder, target, drain_notice_seconds=1.0) as (process, client):
+        os.kill(process.pid, signal.SIGTERM)
+        wait_until(lambda: client.get("/health").status_code == 503)
+        assert client.get("/health").json()["status"] == "draining"
+        assert client.get("/ping").status_code == 503
+        assert client.get("/health/live").status_code == 200
+        assert client.post("/v1/completions", json={"prompt": [70], "max_tokens": 2}).status_code == 200
+        assert process.wait(timeout=30) == 0
+        with pytest.raises(httpx.ConnectError):
+            client.get("/health")
+
+
+def test_a_second_signal_ends_the_notice(model_folder, target):
+    with program(model_folder, target, drain_notice_seconds=600.0, drain_seconds=600.0) as (process, client):
+        os.kill(process.pid, signal.SIGTERM)
+        wait_until(lambda: client.get("/health").status_code == 503)
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait(timeout=30) == 0
+
+
 def test_who_watches_the_page_keeps_it_from_no_end(model_folder, target):
     with program(model_folder, target, drain_seconds=600) as (process, client):
         with client.stream("GET", "/page/events") as response:
