@@ -16,12 +16,7 @@ from cluster.speculation.speed import Speed, tokens_per_round
 from cluster.speculation.step_times import StepTimes
 from cluster.speculation.tree import RoundTime, Shape
 from cluster.speculation.tree_policy import Template, TreePolicy
-
-_PLAN_STEPS = 16  # steps between plans: a plan takes as long as the bookkeeping of some steps, and depths change slowly
-_PLAIN_STEPS = 128  # steps between two plain steps while drafting: at a gain of 2.5, one costs 0.5 % of the tokens
-_PROBE_DEPTH = 3  # draft tokens of a probe: enough to measure how acceptance falls with the position
-_PROBE_SHARE = 0.005  # maximum share of the tokens that probes may cost
-_PROBE_MEMORY = 24.0  # tests per position to remember while only probes add tests: older results are out of date
+from cluster.speculation.tuning import PLAN_STEPS, PRIOR, RECENT, TRIAL_COST, WINDOW, has_load_changed
 
 
 class DepthPlanner:
@@ -52,7 +47,7 @@ class DepthPlanner:
         self._rates: dict[tuple[str, float], PositionRates] = {}  # rates by draft model and temperature
         self._num_plans = 0  # plans since a draft model or a temperature appeared for the first time
         self._steps_to_plan = 0.0
-        self._steps_to_plain, self._steps_to_probe = _PLAIN_STEPS, 0
+        self._steps_to_plain, self._steps_to_probe = WINDOW, 0
         self._num_probes = 0
 
     # Sequences.
@@ -67,7 +62,7 @@ class DepthPlanner:
             expected = self._opening_tokens or tokens_per_round(acceptance.survival()[: self.initial_depth])
             sequence.planned(self.initial_depth, self._opening_template, expected)
             # The fewer sequences the last plan had, the less it fits with a new one: the next plan comes sooner.
-            self._steps_to_plan -= _PLAN_STEPS / max(1, self.num_planned_rows)
+            self._steps_to_plan -= PLAN_STEPS / max(1, self.num_planned_rows)
         else:
             depth = min(asked, self.max_depth)
             sequence.planned(depth, None, tokens_per_round(acceptance.survival()[:depth]))
@@ -79,7 +74,7 @@ class DepthPlanner:
             # rounds would make deep drafts look better than they are for other sequences. Learning from them made
             # recorded answers at T = 0 slower by 1, 3 and 1 % with 1, 4 and 16 streams.
             # While there are few measurements, the rounds count: very short answers provide no others.
-            if sequence.acceptance.shared.num_tests > _PROBE_MEMORY:
+            if sequence.acceptance.shared.num_tests > PRIOR + RECENT:
                 sequence.left()
         if sequence is self.probe:
             self.probe = None
@@ -117,13 +112,11 @@ class DepthPlanner:
         self._steps_to_probe -= 1
         if self.has_drafts:
             self._steps_to_plain -= 1
-        else:
-            self.realised.forget()
         self.is_plain_step = self.measures and self.has_drafts and self._steps_to_plain <= 0
         if self.is_plain_step:
-            self._steps_to_plain = _PLAIN_STEPS
+            self._steps_to_plain = WINDOW
         self._steps_to_plan -= 1
-        return self._steps_to_plan <= 0 or not num_rows <= 2 * self.num_planned_rows <= 4 * num_rows
+        return self._steps_to_plan <= 0 or has_load_changed(num_rows, self.num_planned_rows)
 
     def plan(self, decoding: Sequence[SpeculativeSequence], best: ActiveLink | None, num_rows: int) -> None:
         """Sets the depths of the sequences in `decoding`. The next step has `num_rows` sequences, these included.
@@ -135,7 +128,7 @@ class DepthPlanner:
             return
         # The first rounds change the measurements most, so the first plans follow each other after few steps.
         self._num_plans += 1
-        self._steps_to_plan, self.num_planned_rows = min(_PLAN_STEPS, 1 + self._num_plans // 2), num_rows
+        self._steps_to_plan, self.num_planned_rows = min(PLAN_STEPS, self._num_plans), num_rows
         candidates = []
         for sequence in decoding:
             link = sequence.link or best
@@ -175,9 +168,9 @@ class DepthPlanner:
                 self.probe = free[self._num_probes % len(free)]
                 self._num_probes += 1
         if self.probe is not None:
-            self.probe.planned(min(_PROBE_DEPTH, self.max_depth), None)
+            self.probe.planned(min(1, self.max_depth), None)
             assert self.probe.acceptance is not None
-            self.probe.acceptance.shared.remember(_PROBE_MEMORY)
+            self.probe.acceptance.shared.remember(RECENT)  # older results are out of date
 
     def probed(self, *, has_drafts: bool) -> None:
         """Records a round of the probe's sequence. Ends the probe unless the sequence's first proposal is missing."""
@@ -187,12 +180,13 @@ class DepthPlanner:
             return
         sequence.planned(0, None)
         self.probe = None
+        self.realised.forget()
         plain = self.steps.curve.seconds(self.num_planned_rows)
-        more_rows = self.steps.curve.seconds(self.num_planned_rows + _PROBE_DEPTH) - plain
+        more_rows = self.steps.curve.seconds(self.num_planned_rows + 1) - plain
         wait = plain
         if sequence.link is not None and sequence.link.costs.is_known:
-            wait = min(sequence.link.costs.proposal_seconds(_PROBE_DEPTH, 1), self._config.draft_timeout_seconds)
-        self._steps_to_probe = int((more_rows + wait) / plain / _PROBE_SHARE)
+            wait = min(sequence.link.costs.proposal_seconds(1, 1), self._config.draft_timeout_seconds)
+        self._steps_to_probe = int((more_rows + wait) / plain / TRIAL_COST)
 
     # Rounds.
 

@@ -21,9 +21,7 @@ from cluster.speculation.acceptance_model import FloatArray, PositionRates
 from cluster.speculation.drafts import Drafts
 from cluster.speculation.speed import best_prefix
 from cluster.speculation.step_times import StepTimes
-
-# Decay of the counts per step. Rows that were not worth their time are tried again after a few hundred steps.
-_DECAY = 0.98
+from cluster.speculation.tuning import KEEP
 
 
 class _Verified(Enum):
@@ -77,7 +75,7 @@ class RowReservations:
             if sequence in verified
         )
         for counts in (*self._tried.values(), *self._came.values()):
-            counts *= _DECAY
+            counts *= KEEP
         for (part, num_rows, num_came), number in seen.items():
             self._tried[part][:num_rows] += number
             self._came[part][:num_came] += number

@@ -9,12 +9,9 @@ from cluster.coordination.balancer import LinkBalancer
 from cluster.coordination.depths import DepthPlanner
 from cluster.coordination.sequence import ActiveLink, SpeculativeSequence
 from cluster.coordination.stats import CoordinatorStats
+from cluster.speculation.tuning import LOST_SHARE
 
 _LEAST_WAIT_SECONDS = 1e-4  # minimum time between two checks of whether waiting still pays
-# A wait adds tokens to a step. Without the wait only this share of these tokens is lost, because the next step uses
-# late drafts that still fit. A 1B draft in INT4 for 8 streams on an A10G reached 951 tokens/s with this share, and 899
-# tokens/s with a share of 1.
-_LOST_SHARE = 0.5
 
 
 class Waits:
@@ -101,7 +98,7 @@ class Waits:
         A step now would use the drafts of `awaited` that have arrived. Returns True without a prediction if nothing is
         measured, or if all sequences are awaited and all their requests set a number of drafts.
 
-        If drafters run ahead, only a share `_LOST_SHARE` of the tokens that the wait adds counts, because the next step
+        If drafters run ahead, only a share `LOST_SHARE` of the tokens that the wait adds counts, because the next step
         can use drafts that arrive while this step runs.
         """
         steps = self._planner.steps
@@ -123,7 +120,7 @@ class Waits:
         """Returns the expected tokens of `sequence` that are lost if the step does not wait."""
         most = self._planner.verified_depth(sequence)
         tokens = sequence.expected_of(most) - sequence.expected_of(self._num_ready(sequence))
-        return _LOST_SHARE * tokens if self._planner.runs_ahead else tokens
+        return LOST_SHARE * tokens if self._planner.runs_ahead else tokens
 
     def _num_ready(self, sequence: SpeculativeSequence) -> int:
         return min(sequence.num_ready, self._planner.verified_depth(sequence))

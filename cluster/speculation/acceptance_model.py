@@ -8,21 +8,15 @@ these rates.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-FloatArray = npt.NDArray[np.float64]
+from cluster.speculation.tuning import INITIAL_RATE, KEEP, KIND_WIDTH, PRIOR, WINDOW
 
-_INITIAL_RATE = 0.7  # assumed acceptance of the first position: that of the bundled pair
-_INITIAL_WEIGHT = 4.0  # weight of an assumed rate, in tests
-_WINDOW = 200.0  # tests remembered per position: enough to measure a rate within 0.03
-_SEQUENCE_WEIGHT = 8.0  # weight of the shared rates in a sequence's own rates, in tests
-_SEQUENCE_WINDOW = 96.0  # tests remembered per sequence: about twenty rounds, because the difficulty of a text changes
-_MAX_RATE = 0.995  # a short history could give a rate of 1, but no draft is certain
+FloatArray = npt.NDArray[np.float64]
 
 
 class PositionRates:
@@ -36,8 +30,8 @@ class PositionRates:
         self.expected: list[float] = []  # expected accepted drafts, by number of tested drafts; updated with `rates`
         self._rates: list[float] = []
         # The first position begins at the assumed rate, whose weight fades like that of tests.
-        self._tested = [_INITIAL_WEIGHT, *[0.0] * max_depth][:max_depth]
-        self._accepted = [_INITIAL_WEIGHT * _INITIAL_RATE, *[0.0] * max_depth][:max_depth]
+        self._tested = [PRIOR, *[0.0] * max_depth][:max_depth]
+        self._accepted = [PRIOR * INITIAL_RATE, *[0.0] * max_depth][:max_depth]
         # Rounds since `rates` was last read, by the number of tested drafts and by the number of accepted drafts.
         self._rounds_tested = [0] * (max_depth + 1)
         self._rounds_accepted = [0] * (max_depth + 1)
@@ -76,15 +70,15 @@ class PositionRates:
             self._accepted[position] += accepted
         self._rounds_tested = [0] * (self.max_depth + 1)
         self._rounds_accepted = [0] * (self.max_depth + 1)
-        self.remember(_WINDOW)
+        self.remember(WINDOW)
         self._make_rates()
 
     def _make_rates(self) -> None:
         self._rates = []
         for position, (tested, accepted) in enumerate(zip(self._tested, self._accepted, strict=True)):
             if position > 0:
-                tested += _INITIAL_WEIGHT
-                accepted += _INITIAL_WEIGHT * self._rates[-1]
+                tested += PRIOR
+                accepted += PRIOR * self._rates[-1]
             self._rates.append(accepted / tested)
         self.expected = [0.0, *itertools.accumulate(self._rates)]
 
@@ -94,14 +88,14 @@ class SequenceAcceptance:
     """Acceptance of one sequence, as a factor on the `shared` rates."""
 
     shared: PositionRates
-    # Sums over the sequence's own drafts in a sliding window. `factor` adds `_SEQUENCE_WEIGHT` to both.
+    # Sums over the sequence's own drafts in a sliding window. `factor` adds `PRIOR` to both.
     _accepted: float = 0.0
     _expected: float = 0.0
 
     @property
     def factor(self) -> float:
         """Accepted drafts, divided by the number that the shared rates predicted."""
-        return (_SEQUENCE_WEIGHT + self._accepted) / (_SEQUENCE_WEIGHT + self._expected)
+        return (PRIOR + self._accepted) / (PRIOR + self._expected)
 
     def observe(self, num_drafts: int, num_accepted: int) -> None:
         """Counts a round in this sequence's sums and in the shared rates."""
@@ -110,7 +104,7 @@ class SequenceAcceptance:
         num_accepted = min(num_accepted, num_drafts)
         num_tested = num_accepted + (num_accepted < num_drafts)
         shared.observe(num_drafts, num_accepted)
-        keep = math.exp(-num_tested / _SEQUENCE_WINDOW)
+        keep = KEEP**num_tested
         self._accepted = keep * self._accepted + num_accepted
         self._expected = keep * self._expected + shared.expected[num_tested]
 
@@ -124,10 +118,10 @@ class SequenceAcceptance:
 
 
 def kind_of(temperature: float) -> float:
-    """Returns `temperature` rounded to a multiple of 0.25.
+    """Returns `temperature` rounded to a multiple of `KIND_WIDTH`.
 
     Sequences with the same rounded temperature share what is learned about acceptance."""
-    return round(4 * temperature) / 4
+    return KIND_WIDTH * round(temperature / KIND_WIDTH)
 
 
 def own_rates(sequences: Sequence[SequenceAcceptance]) -> FloatArray:
@@ -136,5 +130,5 @@ def own_rates(sequences: Sequence[SequenceAcceptance]) -> FloatArray:
     row_of = {id(kind): row for row, kind in enumerate(shared)}
     rates = np.array([kind.rates for kind in shared])[[row_of[id(sequence.shared)] for sequence in sequences]]
     factors = np.array([sequence.factor for sequence in sequences])
-    scaled: FloatArray = np.minimum(rates * factors[:, None], _MAX_RATE)
+    scaled: FloatArray = np.minimum(rates * factors[:, None], KEEP)  # a window cannot show that drafts are certain
     return scaled

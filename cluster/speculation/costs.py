@@ -13,14 +13,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cluster.speculation.learned_curve import CLIP, LearnedCurve
+from cluster.speculation.learned_curve import LearnedCurve
+from cluster.speculation.tuning import CLIP, KEEP, RATE, RECENT
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
-
-_LINK_LEARNING_RATE = 0.1  # learning rate per reply: the last ten replies count most
-_READY_DECAY = 0.98  # decay of the counts of ready drafts, per observed step
-_FIRST_REPLIES = 8  # a link's first round trip is the median over these replies, because one may have been delayed
 
 
 class DraftStep(NamedTuple):
@@ -73,23 +70,23 @@ class LinkCosts:
             self._largest_rows = max(self._largest_rows, step.rows)
             ratio = step.rows / max(1, step.batch)
             if step.is_first:
-                self._first_rows += _LINK_LEARNING_RATE * (ratio - self._first_rows)
+                self._first_rows += RATE * (ratio - self._first_rows)
             else:
-                self._level_rows += _LINK_LEARNING_RATE * (ratio - self._level_rows)
+                self._level_rows += RATE * (ratio - self._level_rows)
         overhead = max(0.0, overhead_seconds)
-        if self._overhead is None or len(self._first_overheads) < _FIRST_REPLIES:
+        if self._overhead is None or len(self._first_overheads) < RECENT:  # one of the first may have been delayed
             self._first_overheads.append(overhead)
             self._overhead = statistics.median_low(self._first_overheads)
         else:
-            most = CLIP * self._overhead + 1e-3
-            self._overhead += _LINK_LEARNING_RATE * (min(overhead, most) - self._overhead)
+            most = CLIP * (self._overhead + step.seconds)
+            self._overhead += RATE * (min(overhead, most) - self._overhead)
 
     def observe_wait(self, waited_seconds: float, depth: int, batch: int) -> None:
         """Learns from a step that waited `waited_seconds` for `batch` sequences that lacked at most `depth` levels."""
         expected = self.proposal_seconds(depth, batch)
         if expected > 0.0:
             share = min(waited_seconds / expected, CLIP)
-            self._waited_share += _LINK_LEARNING_RATE * (share - self._waited_share)
+            self._waited_share += RATE * (share - self._waited_share)
 
     def observe_ready(self, num_ready: Sequence[int], num_asked: Sequence[int]) -> None:
         """Learns from the sequences of a step: levels that were ready before any wait, and requested levels.
@@ -97,8 +94,8 @@ class LinkCosts:
         Levels are ready before a wait if the drafter ran ahead.
         """
         levels = np.arange(1, len(self._asked) + 1)
-        self._asked = _READY_DECAY * self._asked + (np.asarray(num_asked)[:, None] >= levels).sum(axis=0)
-        self._ready = _READY_DECAY * self._ready + (np.asarray(num_ready)[:, None] >= levels).sum(axis=0)
+        self._asked = KEEP * self._asked + (np.asarray(num_asked)[:, None] >= levels).sum(axis=0)
+        self._ready = KEEP * self._ready + (np.asarray(num_ready)[:, None] >= levels).sum(axis=0)
 
     @property
     def ready_shares(self) -> FloatArray:

@@ -19,7 +19,8 @@ from cluster.speculation.acceptance_model import FloatArray, SequenceAcceptance,
 from cluster.speculation.costs import LinkCosts
 from cluster.speculation.speed import best_prefix, tokens_per_round
 from cluster.speculation.step_times import StepTimes
-from cluster.speculation.tree_policy import DEPTH_LIMITS, LEAST_GAIN, Template
+from cluster.speculation.tree_policy import Template, depth_limits
+from cluster.speculation.tuning import LEAST_GAIN
 
 IntArray = npt.NDArray[np.int64]
 
@@ -200,7 +201,7 @@ class _Search:
         sequence_of = order // allowed.shape[1]
         depth_of = levels[place - 1]
         deepest = int(depth_of.max(initial=0))
-        limits = np.array([*(limit for limit in DEPTH_LIMITS if limit < deepest and template is None), deepest])
+        limits = np.array(depth_limits(deepest) if template is None else [deepest])
         taken = depth_of <= limits[:, None]  # [limits, tokens], as are all arrays from here on
         num_taken = np.cumsum(taken, axis=1)
         rows = num_taken if ready is None else np.cumsum(np.where(taken, present, 0.0), axis=1)

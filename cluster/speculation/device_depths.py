@@ -19,18 +19,20 @@ import numpy.typing as npt
 
 from cluster.speculation.acceptance_model import PositionRates, SequenceAcceptance, kind_of, own_rates
 from cluster.speculation.speed import best_prefix
+from cluster.speculation.tuning import (
+    CLIP,
+    KEEP,
+    LEAST_GAIN,
+    PLAN_STEPS,
+    PRIOR,
+    TRIAL_COST,
+    WINDOW,
+    has_load_changed,
+)
 
 FloatArray = npt.NDArray[np.float64]
 
-TRIAL_DEPTHS = (0, 1, 2, 4, 7, 15)  # depths tried at start
-_KEEP = 0.995  # decay of the sums per step: about the last 200 steps count
-_TRIED_STEPS = 20.0  # constant weight, in steps, of all steps tried at start: only these covered every depth
-_MOST_OVER = 3.0  # a disturbed step counts as at most this many times its predicted seconds
-_LEAST_GAIN = 1.02  # minimum ratio of tokens per second, with drafts over without: the fit's error is about 2 %
-_PLAN_STEPS = 8  # steps between two plans: a plan takes about as long as vLLM's scheduling of a step
-_PLANS_TO_LOOK = 16  # plans between two that draft one token more than the best depth, to measure its acceptance
-_PLANS_TO_STOP = 32  # plans without drafts in a row after which drafting ends; also the length of a trial in plans
-_PLANS_TO_TRIAL = 512  # plans from one trial to the next: trials cover 6 % of the steps, and draft one token in each
+_TRIAL_PLANS = WINDOW // PLAN_STEPS  # plans of a trial, and plans without drafts in a row after which drafting ends
 
 
 class DeviceDepths:
@@ -44,7 +46,7 @@ class DeviceDepths:
         self._rates: dict[float, PositionRates] = {}  # by temperature
         self._num_sequences = 0  # number of sequences at the last plan
         self._steps_to_plan = 0
-        self._num_plans = self._plans_without = 0
+        self._num_plans = self._plans_to_trial = 0
 
     def acceptance(self, temperature: float) -> SequenceAcceptance:
         """Returns the acceptance of a new sequence. The caller must call its `observe` for each round."""
@@ -55,15 +57,15 @@ class DeviceDepths:
 
     def tried(self) -> None:
         """Ends the trial phase: the steps so far tried every depth, before the first request."""
-        self._sums.weigh(_TRIED_STEPS)
+        self._sums.weigh(PRIOR)
         self._tried, self._sums = self._sums, _Sums()
 
     def observe(self, num_rows: int, depth: int, seconds: float) -> None:
         """Learns from a step that verified `num_rows` rows and then drafted `depth` tokens for each sequence."""
         if self._tried is not None:
-            self._sums.fade(_KEEP)
+            self._sums.fade(KEEP)
             predicted = float(_features(num_rows, depth) @ self._costs())
-            seconds = min(seconds, _MOST_OVER * max(predicted, 0.0)) if predicted > 0 else seconds
+            seconds = min(seconds, CLIP * predicted) if predicted > 0 else seconds
         self._sums.add(_features(num_rows, depth), seconds)
 
     def next_depth(self, sequences: Sequence[SequenceAcceptance]) -> int:
@@ -75,26 +77,30 @@ class DeviceDepths:
         """
         number = len(sequences)
         self._steps_to_plan -= 1
-        if self._tried is None or (self._steps_to_plan > 0 and number <= 2 * self._num_sequences <= 4 * number):
+        if self._tried is None or (self._steps_to_plan > 0 and not has_load_changed(number, self._num_sequences)):
             return self._depth
-        self._steps_to_plan, self._num_sequences = _PLAN_STEPS, number
+        self._steps_to_plan, self._num_sequences = PLAN_STEPS, number
         self._num_plans += 1
-        self._depth = self._best(sequences)
+        self._depth, trial_cost = self._best(sequences)
         if self._depth:
-            self._plans_without = 0
-            if self._num_plans % _PLANS_TO_LOOK == 0:
+            self._plans_to_trial = 0
+            if self._num_plans % PLAN_STEPS == 0:  # measures the acceptance of a deeper draft
                 self._depth = min(self._depth + 1, self.max_depth)
         else:
-            self._depth = int(self._plans_without % _PLANS_TO_TRIAL < _PLANS_TO_STOP)
-            self._plans_without += 1
+            self._plans_to_trial -= 1
+            self._depth = int(self._plans_to_trial < 0)
+            if self._plans_to_trial <= -_TRIAL_PLANS:
+                self._plans_to_trial = int(_TRIAL_PLANS * trial_cost / TRIAL_COST)
         return self._depth
 
-    def _best(self, sequences: Sequence[SequenceAcceptance]) -> int:
+    def _best(self, sequences: Sequence[SequenceAcceptance]) -> tuple[int, float]:
+        """Returns the best depth, and the time that one draft adds to a step, as a share of a step without drafts."""
         survival = np.cumprod(own_rates(sequences), axis=1).sum(axis=0)  # [max_depth]
         number, depths = len(sequences), range(self.max_depth + 1)
         seconds = np.stack([_features(number * (1 + depth), depth) for depth in depths]) @ self._costs()
         rate, (best,) = best_prefix(number + np.cumsum(np.concatenate([[0.0], survival])), seconds)
-        return best if rate >= _LEAST_GAIN * number / max(seconds[0], 1e-9) else 0
+        plain = max(float(seconds[0]), 1e-9)
+        return best if rate >= LEAST_GAIN * number / plain else 0, float(seconds[min(1, self.max_depth)]) / plain - 1.0
 
     def _costs(self) -> FloatArray:
         """Returns the four costs in seconds: fixed, per row, for the first draft level, and per level."""

@@ -9,19 +9,10 @@ import statistics
 import numpy as np
 import numpy.typing as npt
 
+from cluster.speculation.tuning import CLIP, RATE, RECENT
+
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
-
-CLIP = 3.0
-"""A step delayed by a page fault or a neighbour counts as at most this many times the expected time."""
-
-_SCALE_RATE = 0.1  # learning rate of the factor that all knots of a curve share
-# The learning rate of a knot grows by `_KNOT_RATE` with every observation of the curve since the knot was observed, up
-# to `_MAX_KNOT_RATE`. Step times scatter by 6 to 8 %. With a rate of 0.4 a knot followed its last two or three
-# observations, and the ratio of two knots varied by 6.5 % instead of 3.7 %.
-_KNOT_RATE = 0.02
-_MAX_KNOT_RATE = 0.15
-_OBSERVATIONS_PER_FILL = 8  # a fill takes three times as long as an observation, which moves knots by a few percent
 
 
 class LearnedCurve:
@@ -38,7 +29,7 @@ class LearnedCurve:
 
     def __init__(self, maximum: int) -> None:
         # Lists, not arrays: most accesses are to single numbers, for which NumPy takes ten times as long.
-        self._knots = _knots(maximum)
+        self._knots = knots(maximum)
         self._log_seconds: list[float | None] = [None] * len(self._knots)  # without the common factor
         self._log_scale = 0.0
         self._seen_at = [0] * len(self._knots)
@@ -62,7 +53,7 @@ class LearnedCurve:
         self._learn(index, 1.0 - share, error)
         if share > 0.0:
             self._learn(index + 1, share, error)
-        self._log_scale += _SCALE_RATE * error
+        self._log_scale += RATE * error
 
     def _learn(self, knot: int, weight: float, error: float) -> None:
         known = self._log_seconds[knot]
@@ -71,11 +62,11 @@ class LearnedCurve:
             self._log_seconds[knot] = math.log(max(self._filled[knot], 1e-9)) + weight * error
             self._fill_at = 0
         else:
-            rate = min(_MAX_KNOT_RATE, _KNOT_RATE * (self._num_observations - self._seen_at[knot]))
+            rate = RATE * min(1.0, (self._num_observations - self._seen_at[knot]) / RECENT)
             # A knot starts as the mean of its observations, so that a delayed first step does not persist.
             rate = max(rate, 1.0 / (1 + self._times_seen[knot]))
             self._log_seconds[knot] = known + rate * weight * error
-            if rate >= _MAX_KNOT_RATE:
+            if rate >= RATE:
                 self._fill_at = 0
         self._seen_at[knot] = self._num_observations
         self._times_seen[knot] += 1
@@ -155,11 +146,11 @@ class LearnedCurve:
                 filled[beyond] = filled[last] + slope * (knots[beyond] - knots[last])
         else:
             filled[last + 1 :] = [filled[last]] * (len(knots) - last - 1)
-        self._filled, self._fill_at = filled, self._num_observations + _OBSERVATIONS_PER_FILL
+        self._filled, self._fill_at = filled, self._num_observations + RECENT
         return filled
 
 
-def _knots(maximum: int) -> list[int]:
+def knots(maximum: int) -> list[int]:
     knots, step = [1, 2, 3], 4
     while step < 2 * maximum:
         knots += [step, step * 3 // 2]

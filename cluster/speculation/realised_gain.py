@@ -7,9 +7,7 @@ comparison with the prediction counts the tokens that a step's drafts were expec
 
 from __future__ import annotations
 
-_RATE = 1 / 64  # learning rate per step: tokens per step scatter by 50 %, this average by 4 %
-_FORGET_RATE = 1 / 1024  # rate per step without drafts at which `share` returns to 1
-_BOUNDS = (0.5, 1.5)  # bounds of `share`: a value outside them has other causes than the model's error
+from cluster.speculation.tuning import CLIP, GAIN_RATE, RATE
 
 
 class RealisedGain:
@@ -29,15 +27,14 @@ class RealisedGain:
 
         `share`: (expected tokens of its drafts / its measured duration) / (predicted tokens per second).
         """
-        low, high = _BOUNDS
-        self.share = min(max(self.share + _RATE * (share - self.share), low), high)
+        self.share += GAIN_RATE * (min(share, CLIP) - self.share)
 
     def observe_gain(self, gain: float) -> None:
         """Learns from a step with drafts. `gain`: its tokens per second over those of a step without drafts."""
         self._num_gains += 1
-        self.gain += max(_RATE, 1 / self._num_gains) * (gain - self.gain)
+        self.gain += max(GAIN_RATE, 1 / self._num_gains) * (gain - self.gain)
 
     def forget(self) -> None:
-        """Records a step without drafts: moves `share` towards 1 and resets `gain`."""
-        self.share += _FORGET_RATE * (1.0 - self.share)
+        """Records a probe, since which no step had drafts: moves `share` towards 1 and resets `gain`."""
+        self.share += RATE * (1.0 - self.share)
         self.gain, self._num_gains = 1.0, 0

@@ -18,15 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from cluster.speculation.learned_curve import LearnedCurve
+from cluster.speculation.tuning import KEEP, WINDOW
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
-
-# The time of a chunk that follows at most this number of tokens depends on its rows, not on attention.
-_SHORT_CONTEXT = 1024
-_DECAY = 0.99  # decay of the counts per step: about the last hundred steps count
-_LEAST_SEEN = 0.01  # a smaller count has faded
-_LIMIT_RATE = 0.05  # learning rate of the scheduler's prompt limit, per step that left prompt tokens over
 
 
 class StepTimes:
@@ -62,7 +57,7 @@ class StepTimes:
         choice are excluded, and so are steps with late chunks of long prompts. `longest_context`: maximum number of
         tokens before a chunk.
         """
-        if num_rows and longest_context <= _SHORT_CONTEXT:
+        if num_rows and longest_context <= self._max_rows:
             self.curve.observe(num_rows + num_prompt_tokens, seconds)
 
     def observe_prompts(self, num_prompt_tokens: int, num_committed: int, *, left_some: bool = False) -> None:
@@ -72,15 +67,15 @@ class StepTimes:
         """
         if left_some and num_prompt_tokens:
             known = self._most_prompt_tokens if np.isfinite(self._most_prompt_tokens) else num_prompt_tokens
-            self._most_prompt_tokens = known + _LIMIT_RATE * (num_prompt_tokens - known)
+            self._most_prompt_tokens = known + (num_prompt_tokens - known) / WINDOW
         else:
             self._most_prompt_tokens = max(self._most_prompt_tokens, num_prompt_tokens)
-        self._num_prompt_tokens = _DECAY * self._num_prompt_tokens + num_prompt_tokens
-        self._num_joined *= _DECAY
-        self._num_ended *= _DECAY
-        self._num_committed = _DECAY * self._num_committed + num_committed
-        self._num_steps = _DECAY * self._num_steps + 1.0
-        self._num_steps_with_prompts = _DECAY * self._num_steps_with_prompts + (num_prompt_tokens > 0)
+        self._num_prompt_tokens = KEEP * self._num_prompt_tokens + num_prompt_tokens
+        self._num_joined *= KEEP
+        self._num_ended *= KEEP
+        self._num_committed = KEEP * self._num_committed + num_committed
+        self._num_steps = KEEP * self._num_steps + 1.0
+        self._num_steps_with_prompts = KEEP * self._num_steps_with_prompts + (num_prompt_tokens > 0)
 
     def seconds(self, rows: FloatArray | IntArray, tokens: FloatArray, wait_seconds: FloatArray | float) -> FloatArray:
         """Returns the mean seconds in which steps of `rows` rows commit `tokens`.
@@ -89,7 +84,7 @@ class StepTimes:
         tokens cause. Requires a known step time.
         """
         seen = self._num_prompt_tokens, self._num_joined, self._num_ended, self._num_committed
-        if min(seen) <= _LEAST_SEEN:
+        if min(seen) < 1.0 / WINDOW:  # they have faded
             return np.asarray(self.curve.at(rows) + wait_seconds, np.float64)
         demand = tokens * (self._num_ended / self._num_committed) * (self._num_prompt_tokens / self._num_joined)
         num_steps = np.maximum(1.0, demand / self._most_prompt_tokens)

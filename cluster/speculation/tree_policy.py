@@ -9,17 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from cluster.speculation.drafts import Drafts, chain, depths_of
+from cluster.speculation.learned_curve import knots
 from cluster.speculation.tree import AcceptanceTable, RoundTime, Shape, best_shape, best_tree, ranks_of, token_rate
+from cluster.speculation.tuning import INITIAL_RATE, KEEP, LEAST_GAIN, PRIOR, WINDOW
 
-DEPTH_LIMITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # depth limits that the search for the best depth tries
-LEAST_GAIN = 1.03  # minimum gain over the chain: measurements have an error of some percent
 
-_NUM_DEPTHS = 8  # depths whose acceptance is measured; deeper nodes count for the last depth
-_DECAY = 0.998  # decay of the counts per round: about the last 500 rounds count
-_RENEW_ROUNDS = 128  # rounds between two searches for the best trees
-# Prior acceptance with the weight of 4 rounds: that of the best child, and that of a child of a later rank if no child
-# before it was chosen. The figures are those of the bundled pair.
-_FIRST_RANK, _LATER_RANKS, _PRIOR_ROUNDS = 0.75, 0.45, 4.0
+def depth_limits(deepest: int) -> list[int]:
+    """Returns the limits of depth that the search for the best depth tries, up to `deepest`."""
+    return [*(limit for limit in knots(deepest) if limit < deepest), deepest]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +57,15 @@ class Template:
 class TreePolicy:
     """Trees of up to `max_nodes` nodes with up to `width` children each.
 
-    With width 1 there are only chains, and nothing is measured. The shapes are computed again after `_RENEW_ROUNDS`
-    rounds.
+    With width 1 there are only chains, and nothing is measured. The shapes are computed again after `WINDOW` rounds.
     """
 
     def __init__(self, width: int, max_nodes: int) -> None:
         self._width = width
         self._max_nodes = max_nodes
-        rates = np.array([_FIRST_RANK] + [_LATER_RANKS] * (width - 1))
-        self._num_tried = np.full((_NUM_DEPTHS, width), _PRIOR_ROUNDS)
-        self._num_hits = _PRIOR_ROUNDS * np.tile(rates, (_NUM_DEPTHS, 1))
+        # By depth and rank: how often a child was verified, and how often it was chosen, given that none before it was.
+        self._num_tried = np.full((max_nodes, width), PRIOR)
+        self._num_hits = INITIAL_RATE * self._num_tried
         self._shapes: dict[int, Shape | None] = {}
         self._templates: list[Template] = []
         self._rounds_to_renew = 0
@@ -98,13 +94,12 @@ class TreePolicy:
         self._renew()
         if not self._templates:
             acceptance, deepest = self.acceptance(), self._max_nodes
-            limits = [*(limit for limit in DEPTH_LIMITS if limit < deepest), deepest]
-            self._templates = [Template.of(acceptance, self._max_nodes, limit) for limit in limits]
+            self._templates = [Template.of(acceptance, deepest, limit) for limit in depth_limits(deepest)]
         return self._templates
 
     def _renew(self) -> None:
         if self._rounds_to_renew <= 0:
-            self._rounds_to_renew = _RENEW_ROUNDS
+            self._rounds_to_renew = WINDOW
             self._shapes.clear()
             self._templates = []
 
@@ -112,7 +107,7 @@ class TreePolicy:
         """Returns the measured probability of each depth and rank."""
         if_not_before = self._num_hits / self._num_tried
         not_before = np.cumprod(1.0 - if_not_before, axis=1)
-        rates: AcceptanceTable = if_not_before * np.hstack([np.ones((_NUM_DEPTHS, 1)), not_before[:, :-1]])
+        rates: AcceptanceTable = if_not_before * np.hstack([np.ones((len(if_not_before), 1)), not_before[:, :-1]])
         return rates
 
     def count(self, drafts: Drafts, chosen: Sequence[int]) -> None:
@@ -123,12 +118,12 @@ class TreePolicy:
         if not drafts or not self.may_branch:
             return
         self._rounds_to_renew -= 1
-        self._num_tried *= _DECAY
-        self._num_hits *= _DECAY
+        self._num_tried *= KEEP
+        self._num_hits *= KEEP
         parents = chain(len(drafts)) if drafts.parents is None else drafts.parents
         parent: int | None = -1
         for depth, choice in enumerate(chosen):
-            row = min(depth, _NUM_DEPTHS - 1)
+            row = min(depth, self._max_nodes - 1)
             children = [node for node, its_parent in enumerate(parents) if its_parent == parent][: self._width]
             parent = None
             for rank, child in enumerate(children):

@@ -26,10 +26,11 @@ from cluster.engine.limits import StepLimits
 from cluster.engine.runner import ModelRunner
 from cluster.speculation.acceptance_model import SequenceAcceptance
 from cluster.speculation.device_copy import HostCopy, Words, copy_to
-from cluster.speculation.device_depths import TRIAL_DEPTHS, DeviceDepths
+from cluster.speculation.device_depths import DeviceDepths
 from cluster.speculation.drafts import NO_DRAFTS, Drafts
 from cluster.speculation.sampling import SampleRequest
 from cluster.speculation.triton_sampler import POSITION, draw, table_of
+from cluster.speculation.tuning import TRIAL_DEPTHS
 from cluster.targets.step_loop import ReadChoices
 from cluster.targets.step_sampling import logits_of_choices, sample_requests
 from cluster.targets.token_generator import Generation, Scheduled

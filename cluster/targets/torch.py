@@ -28,6 +28,7 @@ from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.speculation.sampling import Sampler
 from cluster.speculation.scoring import token_logprobs
+from cluster.speculation.tuning import TRIAL_REPEATS
 from cluster.targets.base import GenerationOutput, GenerationRequest, TargetModel
 from cluster.targets.rejection import RejectionSampler
 from cluster.targets.step_loop import ReadChoices, StepLoop
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
     from cluster.targets.device_speculator import DeviceSpeculator  # needs Triton, which builds for CPUs lack
 
 logger = logging.getLogger(__name__)
-
-_STEPS_PER_DEPTH = 4  # least steps with each depth before the first request: the first may compile
 
 
 class TorchTarget(StepLoop):
@@ -89,7 +88,7 @@ class TorchTarget(StepLoop):
         if self._speculator is None:
             return
         for depth in self._speculator.trial_depths():
-            params, num_tokens = SamplingParams(temperature=0.0), _STEPS_PER_DEPTH * (1 + depth)
+            params, num_tokens = SamplingParams(temperature=0.0), TRIAL_REPEATS * (1 + depth)
             self.submit(
                 GenerationRequest(f"trial of depth {depth}", [0], 1, params, NoiseKey(0, 0), num_tokens, True, depth)
             )

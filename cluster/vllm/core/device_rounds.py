@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from vllm.v1.request import Request
 
 from cluster.speculation.acceptance_model import SequenceAcceptance
-from cluster.speculation.device_depths import TRIAL_DEPTHS, DeviceDepths
+from cluster.speculation.device_depths import DeviceDepths
+from cluster.speculation.tuning import TRIAL_DEPTHS, TRIAL_REPEATS
 from cluster.vllm.constraints import is_constrained
 from cluster.vllm.core.scheduler import EngineStep, Rounds
 from cluster.vllm.coupling import Coupling
 
-TRIED_STEPS = 3 * len(TRIAL_DEPTHS)  # each depth three times: the first step may compile
+TRIED_STEPS = TRIAL_REPEATS * len(TRIAL_DEPTHS)
 
 
 @dataclass(slots=True)

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 
 from vllm.v1.request import Request
 
+from cluster.speculation.tuning import TRIAL_DEPTHS, TRIAL_REPEATS
 from cluster.vllm.core.scheduler import EngineStep, Rounds
 
-DEPTHS = (0, 1, 3, 7, 15)
-STEPS = 3 * len(DEPTHS)  # each depth three times: the first step may compile
+STEPS = TRIAL_REPEATS * len(TRIAL_DEPTHS)
 
 
 class ProfilingRounds(Rounds):
-    """Rounds that supply drafts of each depth in `DEPTHS`, and measure the steps.
+    """Rounds that supply drafts of each depth in `TRIAL_DEPTHS`, and measure the steps.
 
     The drafts repeat one token and are nearly always wrong. Only their number matters.
     """
@@ -29,7 +29,7 @@ class ProfilingRounds(Rounds):
         return sorted(self._seconds.items())
 
     def plan(self, decoding: Sequence[Request], joining: Sequence[Request]) -> Mapping[str, int]:
-        self._depth = min(DEPTHS[self._num_planned % len(DEPTHS)], self._max_depth)
+        self._depth = min(TRIAL_DEPTHS[self._num_planned % len(TRIAL_DEPTHS)], self._max_depth)
         self._num_planned += bool(decoding)
         return dict.fromkeys([request.request_id for request in decoding], self._depth)
 

@@ -29,9 +29,9 @@ from cluster.errors import (
     first_line,
 )
 from cluster.model_folder import resolve_model_folder
-from cluster.speculation.device_depths import TRIAL_DEPTHS
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
+from cluster.speculation.tuning import TRIAL_DEPTHS, TRIAL_SECONDS
 from cluster.targets.base import (
     GenerationOutput,
     GenerationRequest,
@@ -71,7 +71,6 @@ from cluster.vllm.target.lora import LoraLimits
 
 logger = logging.getLogger(__name__)
 
-_PROFILE_SECONDS = 1.0  # Profiling starts no larger batch after this time.
 _LAST_WORDS_SECONDS = 10.0  # An older error is not the reason why the engine core ended.
 _SHUTDOWN_SECONDS = 2.0  # Time for the engine core to end by itself.
 _SILENT_SECONDS = 5.0  # An engine that has work and sends no status for longer counts as stuck.
@@ -181,7 +180,7 @@ class VllmTarget(Target):
     async def _profile(self) -> None:
         """Sends requests that make the engine core run steps with an increasing number of rows."""
         started_at, num_sequences = time.monotonic(), 1
-        while num_sequences <= self._config.target.max_num_seqs and time.monotonic() < started_at + _PROFILE_SECONDS:
+        while num_sequences <= self._config.target.max_num_seqs and time.monotonic() < started_at + TRIAL_SECONDS:
             await asyncio.gather(*(self._try_steps(number) for number in range(num_sequences)))
             num_sequences *= 4
         self._channel.send(Profiled())

@@ -37,15 +37,15 @@ class TestWhileThereAreNone:
         raise AssertionError("no probe in 10,000 steps")
 
     def run(self, off: Engine, num_accepted: int) -> None:
-        """One probe, of whose three drafts `num_accepted` are accepted."""
+        """One probe, whose draft is accepted if `num_accepted` is 1."""
         probe = self.probe(off)
-        assert off.wanted(probe) == 3
-        off.observe([verified(probe, 3, num_accepted)])
+        assert off.wanted(probe) == 1
+        off.observe([verified(probe, 1, num_accepted)])
         off.planner.probed(has_drafts=True)
 
     def test_one_sequence_gets_one_short_round(self, off: Engine) -> None:
         self.probe(off)
-        assert [off.wanted(sequence) for sequence in off.sequences].count(3) == 1
+        assert [off.wanted(sequence) for sequence in off.sequences].count(1) == 1
         off.planner.probed(has_drafts=True)
         assert off.planner.probe is None
         assert off.depths == [0] * 4
@@ -56,7 +56,7 @@ class TestWhileThereAreNone:
         off.planner.probed(has_drafts=False)
         off.steps(40)
         assert off.planner.probe is probe
-        assert probe.depth == 3
+        assert probe.depth == 1
 
     def test_a_probe_ends_when_its_drafter_is_late(self, off: Engine) -> None:
         probe = self.probe(off)
@@ -74,7 +74,7 @@ class TestWhileThereAreNone:
             if off.planner.probe is not None:
                 self.run(off, 0)
                 num_probes += 1
-        cost = off.planner.steps.curve.seconds(7) - plain + off.costs.proposal_seconds(3, 1)
+        cost = off.planner.steps.curve.seconds(5) - plain + off.costs.proposal_seconds(1, 1)
         assert 0.003 < num_probes * cost / (num_steps * plain) <= 0.005
 
     def test_every_sequence_has_its_turn(self, off: Engine) -> None:
@@ -91,7 +91,7 @@ class TestWhileThereAreNone:
         for _ in range(40):
             if max(off.depths) > 0 and off.planner.probe is None:
                 break
-            self.run(off, 3)
+            self.run(off, 1)
             off.steps()
         assert min(off.depths) > 0
 

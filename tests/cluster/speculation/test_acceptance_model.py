@@ -39,7 +39,7 @@ def test_positions_differ() -> None:
         shared.observe(4, 2)  # the first two always, the third never
     assert shared.rates[0] > 0.95
     assert shared.rates[1] > 0.95
-    assert shared.rates[2] < 0.05
+    assert shared.rates[2] < 0.1
 
 
 def test_an_untested_position_is_like_the_one_before() -> None:

@@ -218,7 +218,7 @@ class TestTrees:
         time = RoundTime(lambda _: level, lambda rows: float(verify.at(rows)), float(wait[0]) - level)
         best = token_rate(best_shape(rates, range(1 + MAX_DEPTH), time), rates, time)
         choice = goodput(points).choose(NextStep([candidate], 1, templates=templates(rates)))
-        assert choice.tokens_per_second >= 0.93 * best  # a tree must be 3 % better than a chain
+        assert choice.tokens_per_second >= 0.93 * best  # a tree must be 2 % better than a chain
 
 
 def test_fixed_is_fixed() -> None:
