@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from services.router.http.json_values import without_halves
 from services.router.output.source import Said
 
 Event = dict[str, Any]
@@ -97,7 +98,7 @@ def _input(arguments: str) -> dict[str, Any]:
     Infinity, becomes the only field, `arguments`.
     """
     try:
-        value = from_json(arguments or "{}", allow_partial=True)
+        value = from_json(without_halves((arguments or "{}").encode()), allow_partial=True)
         json.dumps(value, allow_nan=False)
     except ValueError:
         value = None

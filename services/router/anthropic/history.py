@@ -11,7 +11,7 @@ from services.router.chat.messages import (
     Message,
     Part,
     check_number,
-    num_old_of,
+    new_message,
     parts_of,
     refusal,
     stand_in,
@@ -39,9 +39,9 @@ def to_chat_messages(system: object, value: object) -> list[Message]:
     if not isinstance(value, list) or not value:
         raise refusal("messages should be a list of messages", value)
     check_number(value, "messages", MAX_MESSAGES)
-    num_old = num_old_of([message.get("role") if isinstance(message, dict) else None for message in value])
+    new = new_message([message.get("role") if isinstance(message, dict) else None for message in value])
     for index, message in enumerate(value):
-        conversation.add(message, f"messages[{index}]", is_new=index >= num_old)
+        conversation.add(message, f"messages[{index}]", is_new=index == new)
     warn_of(sorted(conversation.left_out), "left out the content blocks of unsupported types:")
     return conversation.messages
 
@@ -74,7 +74,7 @@ class _Conversation:
             self._say("system", parts)
 
     def add(self, message: object, where: str, *, is_new: bool) -> None:
-        """`is_new`: no answer has followed it."""
+        """`is_new`: it is the user's, and has no answer yet."""
         if not isinstance(message, dict):
             raise refusal(f"{where} should be an object", message)
         role, content = message.get("role"), message.get("content")
@@ -84,8 +84,9 @@ class _Conversation:
             self._say(role, content)
         elif isinstance(content, list) and (content or role == "assistant"):
             check_number(content, f"{where}.content", MAX_PARTS)
+            has_result = any(isinstance(block, dict) and block.get("type") == "tool_result" for block in content)
             for index, block in enumerate(content):
-                self._add_block(role, block, f"{where}.content[{index}]", is_new and role == "user")
+                self._add_block(role, block, f"{where}.content[{index}]", is_new and not has_result)
         else:
             raise refusal(f"{where}.content should be a string or a list of content blocks", content)
 
@@ -157,6 +158,8 @@ class _Conversation:
             return [*_labels(block, "title", "context"), {"type": "text", "text": _string(source, "data", where)}]
         if kind == "document" and isinstance(source, dict) and source.get("type") == "content":
             return [*_labels(block, "title", "context"), *self._inner_parts(source.get("content"), where)]
+        if kind == "tool_reference":
+            return [{"type": "text", "text": f"The tool {_string(block, 'tool_name', where)} is available."}]
         self.left_out.add(kind)
         return [stand_in(kind, where, is_new=is_new)] if kind in _MEDIA else []
 

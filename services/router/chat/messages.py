@@ -58,22 +58,23 @@ def to_messages(value: object) -> list[Message]:
     }
     warn_of_unknown(unknown, "fields of messages:")
     roles = [message.get("role") if isinstance(message, dict) else None for message in value]
-    history = _History(num_old_of(roles))
+    history = _History(new_message(roles))
     messages = [history.message(message, index) for index, message in enumerate(value)]
     warn_of(history.adjusted, "shown as text or left out, as chat templates have no place for them:")
     return messages
 
 
-def num_old_of(roles: Sequence[object]) -> int:
-    """Returns how many messages an answer has followed: up to the last one of the assistant."""
-    return max((index + 1 for index, role in enumerate(roles) if role == "assistant"), default=0)
+def new_message(roles: Sequence[object]) -> int:
+    """Returns the index of the user's last message if no answer follows it, else -1. `roles`: those of all messages."""
+    last = max((index for index, role in enumerate(roles) if role == "user"), default=-1)
+    return -1 if "assistant" in roles[last + 1 :] else last
 
 
 def stand_in(kind: str, where: str, *, is_new: bool) -> Part:
     """Returns a text in place of a part of the type `kind`, which the model cannot read, such as an image.
 
     Agents send their history and the results of their tools again with every turn: a refusal would end the session.
-    Raises InvalidRequestError if the part is new: in a message of the user that has no answer yet.
+    Raises InvalidRequestError if the part is new: in the user's last message, without an answer yet.
     """
     if is_new:
         raise refusal(f"{where}.type: the model reads only text, send text in place of this part", kind)
@@ -102,10 +103,10 @@ def parts_of(content: str | list[Part]) -> list[Part]:
 
 
 class _History:
-    """Converts the messages of one request, the first `num_old` of them answered."""
+    """Converts the messages of one request; the one at the index `new` is the user's and has no answer yet."""
 
-    def __init__(self, num_old: int) -> None:
-        self._num_old = num_old
+    def __init__(self, new: int) -> None:
+        self._new = new
         self.adjusted: list[str] = []  # where content became text or was left out, such as "messages[0].audio"
 
     def message(self, value: object, index: int) -> Message:
@@ -136,7 +137,7 @@ class _History:
         return message
 
     def _content(self, value: object, role: str, message: int) -> str | list[Part]:
-        where, is_new = f"messages[{message}].content", role == "user" and message >= self._num_old
+        where, is_new = f"messages[{message}].content", message == self._new
         if isinstance(value, str):
             return value
         if value in (None, []) and role in _MAY_BE_EMPTY:
@@ -216,10 +217,12 @@ class _History:
         """
         if isinstance(value, dict):
             return value
-        if value is None or value == "":
+        if value is None:
             return {}
         if not isinstance(value, str):
             raise refusal(f"{where} should be a string", value)
+        if not value.strip():
+            return {}
         try:
             arguments = parse_json(value.encode())
         except TooManyValuesError as error:

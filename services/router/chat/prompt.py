@@ -9,7 +9,7 @@ from typing import Any
 
 from cluster.errors import InvalidRequestError
 from cluster.tokenization import Tokenizer
-from services.router.chat.messages import Message, text_of
+from services.router.chat.messages import Message, parts_of, text_of
 from services.router.chat.special_tokens import SpecialTokenGuard, unescape
 from services.router.chat.template import ChatTemplate
 
@@ -94,14 +94,31 @@ def render(template: ChatTemplate, conversation: Conversation, stand_ins: Collec
     `stand_ins`: stand-in characters from `SpecialTokenGuard.disguise`.
     """
     messages = [_with_content_for(template, message) for message in conversation.messages]
-    text = template.render(
-        messages,
-        tools=conversation.tools,
-        add_generation_prompt=conversation.add_generation_prompt,
-        more=conversation.variables,
-    )
+
+    def rendered(messages: Sequence[Message]) -> str:
+        return template.render(
+            messages,
+            tools=conversation.tools,
+            add_generation_prompt=conversation.add_generation_prompt,
+            more=conversation.variables,
+        )
+
+    try:
+        text = rendered(messages)
+    except InvalidRequestError:
+        if all(message["role"] != "system" for message in messages[1:]):
+            raise
+        text = rendered(_with_one_system_message(messages))
     text = unescape(text, stand_ins)
     return _cut_after(text, _last_text(messages[-1]["content"])) if conversation.continue_final_message else text
+
+
+def _with_one_system_message(messages: Sequence[Message]) -> list[Message]:
+    """Returns `messages` with all system messages as one, at the front: some templates allow only this."""
+    parts = [part for message in messages if message["role"] == "system" for part in parts_of(message["content"])]
+    others = [message for message in messages if message["role"] != "system"]
+    content = parts if any(isinstance(message["content"], list) for message in messages) else text_of(parts)
+    return [{"role": "system", "content": content}, *others]
 
 
 def _with_content_for(template: ChatTemplate, message: Message) -> Message:

@@ -6,6 +6,7 @@ A parser blocks every stream of the router while it runs.
 from __future__ import annotations
 
 import codecs
+import re
 from typing import Any
 
 import pydantic_core
@@ -15,6 +16,10 @@ MAX_STRINGS = 131_072  # strings, including names of fields
 MAX_ITEMS = 1_200_000  # items of all lists and objects together: a request may have a million tokens
 
 
+# An escape in a string; its group is an escape of a surrogate without its other half.
+_ESCAPE = re.compile(rb"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|(\\u[dD][89a-fA-F]..)|\\.", re.DOTALL)
+
+
 class TooManyValuesError(ValueError):
     """A JSON text exceeds the limits on the number of its values."""
 
@@ -22,12 +27,23 @@ class TooManyValuesError(ValueError):
 def parse_json(text: bytes) -> Any:
     """Returns the value of a JSON text. Raises ValueError if it is invalid.
 
-    NaN, Infinity, invalid UTF-8, lone surrogates and nesting that is too deep are invalid. Raises TooManyValuesError, a
-    ValueError, if it has too many values.
+    NaN, Infinity, invalid UTF-8 and nesting that is too deep are invalid. Raises TooManyValuesError, a ValueError, if
+    it has too many values. An escaped half of a character becomes U+FFFD: clients that cut texts by UTF-16 units write
+    it.
     """
     text = text.removeprefix(codecs.BOM_UTF8)  # some clients on Windows write one
     _check_number(text)
-    return pydantic_core.from_json(text, allow_inf_nan=False)
+    try:
+        return pydantic_core.from_json(text, allow_inf_nan=False)
+    except ValueError:
+        if (mended := without_halves(text)) == text:
+            raise
+        return pydantic_core.from_json(mended, allow_inf_nan=False)
+
+
+def without_halves(text: bytes) -> bytes:
+    """Returns a JSON text with U+FFFD in place of escapes of lone surrogates."""
+    return _ESCAPE.sub(lambda found: rb"\ufffd" if found[1] else found[0], text)
 
 
 def _check_number(text: bytes) -> None:

@@ -112,7 +112,7 @@ class _Call:
                 raise _MalformedError
         elif key in ARGUMENT_KEYS and not self.has_begun:
             if isinstance(value, str):  # some models write the object as a JSON string, as the API does
-                text, value = _loaded(value)
+                text, value = _loaded(value.strip() or "{}")
             if value is None:
                 text, value = "{}", {}
             if not isinstance(value, dict):

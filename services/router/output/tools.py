@@ -173,7 +173,7 @@ def _allowed_tools(mode: object, tools: Sequence[object]) -> ToolChoice:
 def check_choice(choice: ToolChoice, tools: Sequence[Tool]) -> None:
     """Raises InvalidRequestError if `choice` requires a call and `tools` lack the tool for it, or one that it names."""
     if choice.is_forced and not choice.offered(tools):
-        raise InvalidRequestError(f"tool_choice={excerpt(choice.mode)} needs tools", param="tool_choice")
+        raise InvalidRequestError("tool_choice demands a call, and there are no tools for it", param="tool_choice")
     named = (choice.allowed or frozenset()) | ({choice.name} if choice.mode == "named" else set())
     for name in sorted(named - {tool.name for tool in tools}):
         raise InvalidRequestError(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cluster.errors import InvalidRequestError
-from services.router.chat.messages import MAX_MESSAGES, TEXT_TYPES, num_old_of, parts_of, stand_in
+from services.router.chat.messages import MAX_MESSAGES, TEXT_TYPES, new_message, parts_of, stand_in
 from services.router.errors import excerpt, warn_of
 from services.router.responses.tools import name_for_model
 
@@ -21,7 +21,7 @@ def to_chat_messages(instructions: str | None, value: object) -> list[Message]:
     Items of unsupported types, such as calls of tools that OpenAI's servers run, are left out, and parts get a
     stand-in, with one warning. Raises InvalidRequestError naming the item.
     """
-    conversation = _Conversation(num_old_of([_role(item) for item in value]) if isinstance(value, list) else 0)
+    conversation = _Conversation(new_message([_role(item) for item in value]) if isinstance(value, list) else -1)
     if instructions:
         conversation.messages.append({"role": "system", "content": instructions})
     if isinstance(value, str):
@@ -40,11 +40,11 @@ def to_chat_messages(instructions: str | None, value: object) -> list[Message]:
 class _Conversation:
     """Collects messages; reasoning, text and calls of one assistant turn become one message.
 
-    `num_old`: number of items that an answer has followed.
+    `new`: index of the user's message that has no answer yet.
     """
 
-    def __init__(self, num_old: int) -> None:
-        self._num_old = num_old
+    def __init__(self, new: int) -> None:
+        self._new = new
         self.messages: list[Message] = []
         self.left_out: set[str] = set()  # types of items and parts that a chat cannot represent
         self._turn: Message | None = None  # the assistant's message while its items are read
@@ -55,7 +55,7 @@ class _Conversation:
             raise _refusal(f"{where} should be an object", item)
         match item.get("type"):
             case None | "message":
-                self._add_message(item, where, is_new=index >= self._num_old)
+                self._add_message(item, where, is_new=index == self._new)
             case "reasoning":
                 self._assistant()["reasoning_content"] = _reasoning(item)
             case "function_call":
@@ -87,7 +87,7 @@ class _Conversation:
 
     def _add_message(self, item: Mapping[str, Any], where: str, *, is_new: bool) -> None:
         role = item.get("role")
-        content = self._content(item.get("content"), f"{where}.content", is_new=is_new and role == "user")
+        content = self._content(item.get("content"), f"{where}.content", is_new=is_new)
         if role in _SYSTEM_ROLES and content and len(self.messages) == 1 and self.messages[0]["role"] == "system":
             # Some templates refuse a second system message, and clients send both instructions and such items.
             self.messages[0]["content"] = [*parts_of(self.messages[0]["content"]), *parts_of(content)]

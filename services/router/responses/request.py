@@ -12,7 +12,7 @@ from services.router.chat.endpoint import ChatRequest
 from services.router.chat.fields import EXTENSIONS
 from services.router.errors import excerpt, invalid_request, warn_of_unknown
 from services.router.responses.items import to_chat_messages
-from services.router.responses.tools import CallOrigin, origins_of_calls, to_chat_tools
+from services.router.responses.tools import CallOrigin, origins_of_calls, to_chat_tool_choice, to_chat_tools
 
 # Fields with the same meaning in a chat, which validates them.
 PASSED_ON = ("model", "stream", "temperature", "top_p", "parallel_tool_calls", "stop", *EXTENSIONS)
@@ -117,7 +117,7 @@ def _chat_fields(request: ResponsesRequest) -> dict[str, Any]:
         "messages": to_chat_messages(request.instructions, request.input),
         "max_completion_tokens": request.max_output_tokens,
         "tools": to_chat_tools(request.tools),
-        "tool_choice": request.tool_choice,
+        "tool_choice": to_chat_tool_choice(request.tool_choice),
         "response_format": _response_format(request.text),
         "reasoning_effort": request.reasoning.get("effort"),
     }

@@ -42,6 +42,16 @@ def to_chat_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
     return [{"type": "function", "function": function} for function in functions]
 
 
+def to_chat_tool_choice(choice: Any) -> Any:
+    """Returns `choice` with the names that the model knows in place of those with a namespace."""
+    match choice:
+        case {"namespace": str(namespace), **others}:
+            return {**others, "name": name_for_model(others.get("name"), namespace)}
+        case {"type": "allowed_tools", "tools": [*tools], **others}:
+            return {**others, "type": "allowed_tools", "tools": [to_chat_tool_choice(tool) for tool in tools]}
+    return choice
+
+
 def name_for_model(name: Any, namespace: str | None) -> Any:
     """Returns the name that the model knows a tool by; an invalid `name` is returned as it is."""
     if namespace is None or not isinstance(name, str):

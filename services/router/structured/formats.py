@@ -58,7 +58,7 @@ _EXPRESSIONS = {
     **{f"uuid{version}": _uuid(str(version)) for version in range(1, 9)},
 }
 
-PATTERNS: dict[str, Pattern] = {name: rewrite(expression) for name, expression in _EXPRESSIONS.items()}
+PATTERNS: dict[str, Pattern] = {name: rewrite(expression, is_search=False) for name, expression in _EXPRESSIONS.items()}
 """The expressions of the formats that are enforced."""
 
 UNCHECKED = frozenset(

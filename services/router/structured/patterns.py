@@ -1,8 +1,8 @@
 """Rewrites regular expressions of schemas into ones that grammars follow exactly.
 
-An expression has to match the whole string, even without `^` and `$`. Characters that JSON escapes (quotes,
-backslashes, control characters) are excluded, as grammars write strings without escapes. Classes of characters such as
-`\\d` mean their ASCII characters, a subset of what validators of any dialect accept.
+As JSON Schema has it, an expression matches anywhere in the string, unless `^` and `$` bind it. Characters that JSON
+escapes (quotes, backslashes, control characters) are excluded, as grammars write strings without escapes. Classes of
+characters such as `\\d` mean their ASCII characters, a subset of what validators of any dialect accept.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ _MAX_CHARACTERS_WITH_LOOK_AHEAD = 40  # the rewritten expression grows with thei
 Items = abc.Sequence[Any]  # parsed items, as Python's regex parser returns them
 _UNBOUNDED = int(ops.MAXREPEAT)
 _ASCII = ((0, 0x7F),)
+_ANY_TEXT, _EMPTY = Repeat(Class(PLAIN), 0, None), Concatenation(())
+_GROUPS = (ops.BRANCH, ops.SUBPATTERN)
 
 
 class PatternError(ValueError):
@@ -75,8 +77,11 @@ _NEGATED: dict[Any, Any] = {
 
 
 @lru_cache(maxsize=256)
-def rewrite(pattern: str) -> Pattern:
-    """Rewrites `pattern` so that grammars follow it exactly. Raises PatternError if that is impossible."""
+def rewrite(pattern: str, *, is_search: bool = True) -> Pattern:
+    """Rewrites `pattern` so that grammars follow it exactly. Raises PatternError if that is impossible.
+
+    `is_search`: whether other text may come before a missing `^` and after a missing `$`.
+    """
     if len(pattern) > (_MAX_CHARACTERS_WITH_LOOK_AHEAD if "(?!" in pattern else _MAX_CHARACTERS):
         raise PatternError("is too long")
     try:
@@ -85,7 +90,8 @@ def rewrite(pattern: str) -> Pattern:
         raise PatternError(f"is not a valid regular expression ({error})"[:160]) from error
     if parsed.state.flags & ~re.UNICODE:
         raise PatternError("has flags, which cannot be enforced")
-    node = simplified(_sequence(list(parsed), is_first=True, is_last=True))
+    beyond = _ANY_TEXT if is_search else _EMPTY
+    node = simplified(_sequence(list(parsed), before=beyond, after=beyond))
     if node == NOTHING:
         raise PatternError("has no text that a JSON string can spell without escapes")
     if num_operators(written(node)) > MAX_OPERATORS:
@@ -93,27 +99,34 @@ def rewrite(pattern: str) -> Pattern:
     return Pattern(node)
 
 
-def _sequence(items: Items, *, is_first: bool, is_last: bool) -> Node:
+def _sequence(items: Items, *, before: Node | None, after: Node | None) -> Node:
     """Returns the sequence of `items`.
 
-    `is_first`, `is_last`: whether it begins or ends the whole expression, where anchors have no effect.
+    `before`: if it begins the whole expression, what may come before it without an anchor; `after`: likewise.
     """
     items = list(items)
-    while is_first and items and items[0] == (ops.AT, ops.AT_BEGINNING):
+    while before is not None and items and items[0] == (ops.AT, ops.AT_BEGINNING):
         items.pop(0)
-    while is_last and items and items[-1] == (ops.AT, ops.AT_END):
+        before = _EMPTY
+    while after is not None and items and items[-1] == (ops.AT, ops.AT_END):
         items.pop()
-    if is_first and items and items[0][0] is ops.ASSERT_NOT:
-        return _except(items[0][1], _sequence(items[1:], is_first=False, is_last=is_last))
+        after = _EMPTY
+    if before is not None and items and items[0][0] is ops.ASSERT_NOT:
+        return _except(items[0][1], _sequence(items[1:], before=None, after=after))
     last = len(items) - 1
     parts = [
-        _node(op, value, is_first=is_first and index == 0, is_last=is_last and index == last)
+        _node(op, value, before=before if index == 0 else None, after=after if index == last else None)
         for index, (op, value) in enumerate(items)
     ]
+    # Groups have added them to each of their alternatives, which may have anchors of their own.
+    if before is not None and not (items and items[0][0] in _GROUPS):
+        parts.insert(0, before)
+    if after is not None and not (items and items[-1][0] in _GROUPS):
+        parts.append(after)
     return parts[0] if len(parts) == 1 else Concatenation(tuple(parts))
 
 
-def _node(op: Any, value: Any, *, is_first: bool, is_last: bool) -> Node:
+def _node(op: Any, value: Any, *, before: Node | None, after: Node | None) -> Node:
     match op:
         case ops.LITERAL:
             return Class(ranges((value, value)))
@@ -124,15 +137,15 @@ def _node(op: Any, value: Any, *, is_first: bool, is_last: bool) -> Node:
         case ops.IN:
             return Class(_class(value))
         case ops.BRANCH:
-            return Alternatives(tuple(_sequence(option, is_first=is_first, is_last=is_last) for option in value[1]))
+            return Alternatives(tuple(_sequence(option, before=before, after=after) for option in value[1]))
         case ops.SUBPATTERN if not value[1] and not value[2]:
-            return _sequence(value[3], is_first=is_first, is_last=is_last)
+            return _sequence(value[3], before=before, after=after)
         case ops.MAX_REPEAT | ops.MIN_REPEAT:
             least, most, inner = value
             bounds = (least, None if most == _UNBOUNDED else most)
             if max(bounds[0], bounds[1] or 0) > MAX_REPEATS:
                 raise PatternError(f"has a repetition of more than {MAX_REPEATS}")
-            return Repeat(_sequence(inner, is_first=False, is_last=False), *bounds)
+            return Repeat(_sequence(inner, before=None, after=None), *bounds)
     raise PatternError(f"has {_NAMES.get(op, str(op).lower())}, which cannot be enforced")
 
 
@@ -176,7 +189,7 @@ def _except(assertion: Any, node: Node) -> Node:
         least, most, inner = items[0][1]
         ends = assertion[1][-1] == (ops.AT, ops.AT_END)
         if (least, most, len(inner)) == (0, _UNBOUNDED, 1) and ends:
-            characters = _node(*inner[0], is_first=False, is_last=False)
+            characters = _node(*inner[0], before=None, after=None)
             if isinstance(characters, Class):
                 return with_one_of(complement(characters.allowed), node)
     raise PatternError("has a negative look-ahead, which cannot be enforced: describe the text positively")

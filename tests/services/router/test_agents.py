@@ -12,7 +12,7 @@ import pytest
 
 from services.router.openapi.document import OPERATIONS
 
-from .chat_model import USER, Model
+from .chat_model import USER, Model, call_of
 from .conftest import Router, ScriptedTarget, wait_for_health
 
 NewRouter = Callable[..., Router]
@@ -199,7 +199,7 @@ def test_choices_of_tools(model: Model, api: str, choice: object, offered: list[
     [
         ({"type": "allowed_tools", "allowed_tools": {"mode": "any", "tools": []}}, "the mode"),
         ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"name": "one"}]}}, "a type"),
-        ({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": []}}, "needs tools"),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": []}}, "there are no tools"),
         (
             {
                 "type": "allowed_tools",
@@ -371,3 +371,114 @@ def test_every_route_of_the_document_exists(shared_router: Router) -> None:
         path = path.replace("{", "").replace("}", "")
         response = shared_router.client.request(operation.method, path)
         assert "there is no route" not in response.text, path
+
+
+@pytest.mark.parametrize("api", PATHS)
+class TestHalvesOfCharacters:
+    """Clients that cut texts by UTF-16 units, or models, write escapes of lone surrogates."""
+
+    def test_in_a_body_they_are_replaced(self, model: Model, api: str) -> None:
+        field, limit = ("input", "max_output_tokens") if api == "responses" else ("messages", "max_tokens")
+        body = json.dumps({field: [{"role": "user", "content": "cut \ud83d here \U0001f600"}], limit: 4})
+        headers = {"content-type": "application/json"}
+        response = model.router.client.post(PATHS[api], content=body.encode(), headers=headers)
+        assert response.status_code == 200, response.text
+        assert "cut \ufffd here \U0001f600" in model.prompt
+
+    def test_in_the_arguments_of_a_call_they_can_be_sent_back(self, model: Model, api: str) -> None:
+        model.will_say(call_of("one", '{"a": "\\ud83d"}'))
+        history = [{"role": "user", "content": "look"}]
+        fields = {"tools": tools_of(api, ["one"])} | ({} if api == "responses" else {"max_tokens": 90})
+        if api == "responses":
+            fields["max_output_tokens"] = 90
+        answer = send(model, api, history, **fields)
+        assert answer.status_code == 200, answer.text
+        body = answer.json()
+        match api:
+            case "chat":
+                history.append(body["choices"][0]["message"])
+                history.append({"role": "tool", "tool_call_id": history[-1]["tool_calls"][0]["id"], "content": "ok"})
+            case "responses":
+                history += body["output"]
+                output = {"type": "function_call_output", "call_id": body["output"][0]["call_id"], "output": "ok"}
+                history.append(output)
+            case _:
+                assert body["content"][0]["input"] == {"a": "\ufffd"}
+                history.append({"role": "assistant", "content": body["content"]})
+                result = {"type": "tool_result", "tool_use_id": body["content"][0]["id"], "content": "ok"}
+                history.append({"role": "user", "content": [result]})
+        assert send(model, api, history, **fields).status_code == 200
+        assert 'one {"a": "\ufffd"}' in model.prompt
+
+
+ONE_SYSTEM = """\
+{%- for m in messages %}
+    {%- if m.role == 'system' and not loop.first %}{{ raise_exception('only the first') }}{% endif %}
+    {{- '<' + m.role + '>' + m.content }}
+{%- endfor %}"""
+
+
+@pytest.mark.parametrize(
+    ("roles", "prompt"),
+    [
+        (["system", "system", "user"], "<system>0\n1<user>2"),
+        (["user", "assistant", "system", "user"], "<system>2<user>0<assistant>1<user>3"),
+        (["system", "user", "system"], "<system>0\n2<user>1"),
+    ],
+)
+def test_a_template_with_one_system_message_gets_one(
+    new_model: Callable[..., Model], roles: list[str], prompt: str
+) -> None:
+    model = new_model(ONE_SYSTEM)
+    history = [{"role": role, "content": str(index)} for index, role in enumerate(roles)]
+    assert send(model, "chat", history).status_code == 200
+    assert model.prompt == prompt
+
+
+@pytest.mark.parametrize("api", PATHS)
+def test_a_refused_picture_does_not_end_the_session(model: Model, api: str) -> None:
+    asked = {"role": "user", "content": [text(api, "what is it?"), IMAGE[api]]}
+    assert send(model, api, [asked]).status_code == 400
+    assert send(model, api, [asked, {"role": "user", "content": "never mind"}]).status_code == 200
+    assert STAND_IN in model.prompt
+
+
+def test_a_picture_beside_a_tools_result_belongs_to_it(model: Model) -> None:
+    call, answered = result("messages", text("messages", "seen"))
+    answered["content"].append(IMAGE["messages"])
+    history = [{"role": "user", "content": "look"}, call, answered]
+    assert send(model, "messages", history).status_code == 200
+    assert STAND_IN in model.prompt
+
+
+def test_a_tool_that_was_found_is_named(model: Model) -> None:
+    history = [{"role": "user", "content": "look"}, *result("messages", {"type": "tool_reference", "tool_name": "w"})]
+    assert send(model, "messages", history).status_code == 200
+    assert "The tool w is available." in model.prompt
+
+
+@pytest.mark.parametrize("arguments", ['""', '"  "', "null", "{}"])
+def test_a_call_without_arguments(model: Model, arguments: str) -> None:
+    model.will_say(f'<tool_call>\n{{"name": "one", "arguments": {arguments}}}\n</tool_call>')
+    response = send(model, "chat", [USER], tools=tools_of("chat", ["one"]), max_tokens=90)
+    (call,) = response.json()["choices"][0]["message"]["tool_calls"]
+    assert call["function"] == {"name": "one", "arguments": "{}"}
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"type": "function", "name": "read", "namespace": "mcp__notes"},
+        {
+            "type": "allowed_tools",
+            "mode": "required",
+            "tools": [{"type": "function", "name": "read", "namespace": "mcp__notes"}],
+        },
+    ],
+)
+def test_a_choice_names_a_tool_of_a_namespace(model: Model, choice: dict[str, Any]) -> None:
+    tools = [{"type": "function", "name": name, "parameters": {}} for name in ("read", "write")]
+    namespace = {"type": "namespace", "name": "mcp__notes", "description": "", "tools": tools}
+    response = send(model, "responses", [{"role": "user", "content": "look"}], tools=[namespace], tool_choice=choice)
+    assert response.status_code == 200, response.text
+    assert model.grammar is not None

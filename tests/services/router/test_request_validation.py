@@ -120,7 +120,7 @@ BAD_CHAT_FIELDS = [
     ),
     ("messages", [[{"role": "user", "content": content}] for content in (None, 5, True, [], [5], {"text": "fox"})]),
     ("messages", [[{"role": "user", "content": [part]}] for part in BAD_PARTS]),
-    ("messages", [[USER | {"tool_calls": [{}]}], [USER | {"name": 5}], [USER, USER | {"role": "system"}]]),
+    ("messages", [[USER | {"tool_calls": [{}]}], [USER | {"name": 5}]]),
     ("messages", [[USER | {"content": "x" * 2 * MAX_MODEL_LEN}]]),
     ("max_tokens", [0, -1, 1.5, "5", True, MAX_MODEL_LEN, 10**30]),
     ("max_completion_tokens", [0, -1, 1.5, "5", True, MAX_MODEL_LEN, 10**30]),
@@ -304,10 +304,7 @@ def test_usage_of_a_stream_is_strict_too(shared_router):
         b'{"prompt": "fox", "temperature": -Infinity}',
         b'{"prompt": "fox", "temperature": 1e999}',
         b'{"prompt": "\xff\xfe"}',
-        b'{"prompt": "\\ud800"}',
-        b'{"prompt": "\\udc00 \\ud800"}',
         b'{"prompt": "\xed\xa0\x80"}',
-        b'{"prompt": "fox", "\\ud800": 1}',
         b'{"prompt": "fox", "x": ' + b"[" * 5000 + b"]" * 5000 + b"}",
         b'{"prompt": "fox", "seed": ' + b"9" * 6000 + b"}",
         b"{'prompt': 'fox'}",
@@ -318,14 +315,6 @@ def test_a_body_that_is_no_json_object_is_400(shared_router, body):
     response = shared_router.client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
     assert response.status_code == 400, response.text
     assert_error(response, 400, "invalid_request_error", response.json()["error"]["param"])
-
-
-def test_a_lone_surrogate_in_a_message_is_400(shared_router):
-    body = b'{"messages": [{"role": "user", "content": "\\ud800"}]}'
-    headers = {"content-type": "application/json"}
-    assert_error(
-        shared_router.client.post("/v1/chat/completions", content=body, headers=headers), 400, "invalid_request_error"
-    )
 
 
 @pytest.mark.parametrize("media_type", [None, "text/plain", "application/x-www-form-urlencoded"])
