@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import re
 import secrets
 from collections.abc import Collection, Mapping, Sequence
@@ -15,7 +16,7 @@ from pathlib import Path
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as _Tokenizer
 
-from cluster.errors import ConfigurationError
+from cluster.errors import ConfigurationError, ContextLengthError
 
 LONG_TEXT_CHARACTERS = 16_384  # longer ones are encoded without Python's lock, so that a thread helps
 _MAX_PENDING_TOKENS = 32  # pending tokens that end inside a character
@@ -85,6 +86,30 @@ class Tokenizer:
             if spelling in self._special_tokens:
                 found[role] = self._special_tokens[spelling]
         return found
+
+    @cached_property
+    def _most_characters(self) -> float:
+        """Characters of the longest token; infinite if tokens may stand for more text than their spelling."""
+        shortens = self._tokenizer.normalizer is not None or any(
+            token.lstrip or token.rstrip for token in self._tokenizer.get_added_tokens_decoder().values()
+        )
+        if shortens or not self._is_byte_level:
+            return math.inf
+        return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)))
+
+    def check_fits(self, text: str, max_tokens: int, param: str) -> None:
+        """Raises ContextLengthError if `text` has more than `max_tokens` tokens even if all were the longest.
+
+        This takes no time, while a long text takes seconds to encode.
+        """
+        least = math.ceil(len(text) / self._most_characters)
+        if least > max_tokens:
+            raise ContextLengthError(
+                f"{param} has at least {least} tokens; the model's context has {max_tokens}",
+                param=param,
+                num_prompt_tokens=least,
+                max_model_len=max_tokens,
+            )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Returns the token IDs of `text`, with the model's affixes of a prompt if `add_special_tokens`.

@@ -126,6 +126,10 @@ class Completions(ApiEndpoint[CompletionRequest]):
 
     def _encode(self, request: CompletionRequest) -> list[list[int]]:
         encode, adds = self._serving.tokenizer.encode, request.add_special_tokens
+        if (room := self._serving.room_of(request)) is not None:
+            for prompt in request.prompt:
+                if isinstance(prompt, str):
+                    self._serving.tokenizer.check_fits(prompt, room, "prompt")
         return [
             encode(prompt, add_special_tokens=adds) if isinstance(prompt, str) else prompt for prompt in request.prompt
         ]

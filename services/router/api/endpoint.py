@@ -25,7 +25,7 @@ from services.router.api.request import ApiRequest, parse_request
 from services.router.api.wire_requests import build_choice_requests, check_prompt
 from services.router.errors import ModelNotFoundError, excerpt, noting_warnings, warning_headers
 from services.router.http.body import read_json_body, to_json_object
-from services.router.http.large_work import run_in_thread_if_large
+from services.router.http.large_work import cost_of, run_in_thread_if_large
 from services.router.http.middleware import request_id_of
 from services.router.http.streaming import EventStream, until_disconnected
 from services.router.metrics import RouterMetrics
@@ -64,6 +64,12 @@ class Serving:
     def with_defaults(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Returns `fields` without nulls, plus the sampling defaults of missing fields."""
         return {**self.sampling_defaults, **{name: value for name, value in fields.items() if value is not None}}
+
+    def room_of(self, request: ApiRequest) -> int | None:
+        """Returns the most tokens that a prompt of `request` may have before it is truncated; None: unknown."""
+        if request.truncate_prompt_tokens is not None or not self.pool.usable:
+            return None
+        return self.pool.limits().max_model_len
 
     def check_model(self, model: str | None) -> AdapterRef | None:
         """Returns the adapter that `model` names; None for the served model or None.
@@ -147,7 +153,7 @@ class ApiEndpoint(abc.ABC, Generic[R]):
             with noting_warnings() as warnings:
                 return self._parse(serving.with_defaults(to_json_object(body))), warnings
 
-        request, warnings = await run_in_thread_if_large(len(body), parse)
+        request, warnings = await run_in_thread_if_large(cost_of(body), parse)
         if request.model not in (None, serving.model_id):  # may name an adapter, which only targets can list
             await serving.pool.wait_out_change()
         return request, serving.check_model(request.model), len(body), warnings

@@ -22,7 +22,7 @@ from services.router.chat.prompt import ChatPrompts, Conversation, check_continu
 from services.router.chat.readers import Readers
 from services.router.chat.shapes import ChatMessage, ToolChoiceField, ToolDefinition
 from services.router.http.body import read_json_body, to_json_object
-from services.router.http.large_work import run_in_thread_if_large
+from services.router.http.large_work import cost_of, run_in_thread_if_large
 from services.router.output.accepted_drafts import AnswerRound
 from services.router.output.answer_grammar import answer_grammar
 from services.router.output.message import MessageWriter, Reader
@@ -189,7 +189,11 @@ class ChatCompletions(ApiEndpoint[ChatRequest]):
         self._readers = readers
 
     def _encode(self, request: ChatRequest) -> list[list[int]]:
-        return [self._prompts.encode(request.conversation, add_special_tokens=request.add_special_tokens)]
+        return [self._encode_within(request, request.conversation, self._serving.room_of(request))]
+
+    def _encode_within(self, request: ChatRequest, conversation: Conversation, room: int | None) -> list[int]:
+        """Returns the tokens of `conversation`. Raises ContextLengthError if they are clearly more than `room`."""
+        return self._prompts.encode(conversation, add_special_tokens=request.add_special_tokens, max_tokens=room)
 
     def _answer_form(self, request: ChatRequest, prompt: list[int]) -> AnswerForm:
         reader, grammar = self._reader(request, prompt), request.grammar
@@ -206,7 +210,7 @@ class ChatCompletions(ApiEndpoint[ChatRequest]):
     async def _num_prompt_tokens(self, http_request: Request, parse: Callable[[dict[str, Any]], ChatRequest]) -> int:
         """Returns the number of prompt tokens that the request in the body of `http_request` would have."""
         body = await read_json_body(http_request, self._serving.max_body_bytes)
-        request = await run_in_thread_if_large(len(body), lambda: parse(to_json_object(body)))
+        request = await run_in_thread_if_large(cost_of(body), lambda: parse(to_json_object(body)))
         self._serving.check_model(request.model)
         prompts = await run_in_thread_if_large(len(body), lambda: self._encode(request))
         return len(prompts[0])

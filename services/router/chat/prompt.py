@@ -50,11 +50,14 @@ class ChatPrompts:
         self.turn_end_ids = _turn_end_ids(template, tokenizer.special_tokens)
         self._warned_of_tools = False
 
-    def encode(self, conversation: Conversation, *, add_special_tokens: bool = False) -> list[int]:
-        """Returns the token IDs of the prompt.
+    def encode(
+        self, conversation: Conversation, *, add_special_tokens: bool = False, max_tokens: int | None = None
+    ) -> list[int]:
+        """Returns the token IDs of the prompt, possibly more than `max_tokens`.
 
         Only the template writes special tokens: where `conversation` spells one, it is encoded as text.
-        Raises InvalidRequestError if the model has no template, or if the template refuses the messages.
+        Raises InvalidRequestError if the model has no template, or if the template refuses the messages, and
+        ContextLengthError if the text is clearly longer than `max_tokens`.
         """
         template = self._template and self._template.of_request(has_tools=bool(conversation.tools))
         if template is None:
@@ -65,9 +68,13 @@ class ChatPrompts:
         (messages, tools, variables), stand_ins = self._guard.disguise(
             (conversation.messages, conversation.tools, conversation.variables), avoid=template.source
         )
+        if stand_ins:
+            conversation = replace(conversation, messages=messages, tools=tools, variables=variables)
+        text = render(template, conversation, stand_ins)
+        if max_tokens is not None:
+            self._tokenizer.check_fits(text, max_tokens, "messages")
         if not stand_ins:
-            return self._tokenizer.encode(render(template, conversation), add_special_tokens=add_special_tokens)
-        text = render(template, replace(conversation, messages=messages, tools=tools, variables=variables), stand_ins)
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return self._tokenizer.encode_partly_literal(text, stand_ins, add_special_tokens=add_special_tokens)
 
 

@@ -29,6 +29,9 @@ Run = Sequence[str]
 _PRIVATE_USE = (*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE), *range(0x100000, 0x10FFFE))
 
 
+_ESCAPES = re.compile(r"\\u[0-9a-f]{4}")  # in JSON; characters beyond 0xFFFF have two
+
+
 class SpecialTokenGuard:
     def __init__(self, special_tokens: Collection[str]) -> None:
         # The pattern matches only a token's first character, which makes the search fast. The rest is a look-ahead, so
@@ -51,11 +54,13 @@ class SpecialTokenGuard:
         """
         if not any(map(self._places, _runs(value))):
             return value, {}
-        taken = "".join([avoid, *itertools.chain.from_iterable(_runs(value))])
+        texts = [avoid, *itertools.chain.from_iterable(_runs(value))]
+        taken = set().union(*texts)
+        escaped = {escape for text in texts for escape in _ESCAPES.findall(text)}
         free = (
             character
             for character in map(chr, _PRIVATE_USE)
-            if character not in taken and _escape(character) not in taken
+            if character not in taken and _ESCAPES.findall(_escape(character))[0] not in escaped
         )
         stand_ins: dict[str, str] = {}
 

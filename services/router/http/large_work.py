@@ -11,8 +11,15 @@ T = TypeVar("T")
 
 LARGE_BYTES = 16_384  # size of a body: tokenizing it takes 3 to 10 ms, everything else less than 1 ms
 
+_OF_SCHEMAS = (b"schema", b'"tools"', b"guided_", b"structured_outputs")
+
 # Only two threads: each one that computes in Python takes turns of 5 ms from the event loop.
 _threads = ThreadPoolExecutor(2, thread_name_prefix="large-work")
+
+
+def cost_of(body: bytes) -> int:
+    """Returns the size of `body`, over LARGE_BYTES if it may have schemas: these take long to check."""
+    return max(len(body), LARGE_BYTES + 1) if any(word in body for word in _OF_SCHEMAS) else len(body)
 
 
 async def run_in_thread_if_large(num_bytes: int, work: Callable[[], T]) -> T:

@@ -5,6 +5,7 @@ Nothing is stored, so earlier responses cannot be retrieved.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from cluster.errors import InvalidRequestError, NotFoundError
+from cluster.errors import ContextLengthError, InvalidRequestError, NotFoundError
 from services.router.api.reply import Reply
 from services.router.chat.endpoint import ChatCompletions, ChatRequest
 from services.router.chat.messages import Message
@@ -61,11 +62,19 @@ class Responses(ChatCompletions):
 
     def _encode(self, request: ChatRequest) -> list[list[int]]:
         assert isinstance(request, ResponsesChat)
-        prompts = super()._encode(request)
         if request.origin.truncation == "disabled":
-            return prompts
+            return super()._encode(request)
         room = self._serving.pool.limits().max_model_len - (request.token_limit[1] or 1)
-        return prompts if len(prompts[0]) <= room else [self._truncated(request, room) or prompts[0]]
+        prompt = self._within(request, request.messages, room) or self._truncated(request, room)
+        return [prompt] if prompt else super()._encode(request)
+
+    def _within(self, request: ResponsesChat, messages: Sequence[Message], room: int) -> list[int]:
+        """Returns the prompt of `messages`; [] if it has more than `room` tokens."""
+        try:
+            prompt = self._encode_within(request, replace(request.conversation, messages=messages), room)
+        except ContextLengthError:
+            return []
+        return prompt if len(prompt) <= room else []
 
     def _truncated(self, request: ResponsesChat, room: int) -> list[int]:
         """Returns the prompt without the oldest messages, so that it has at most `room` tokens.
@@ -76,9 +85,7 @@ class Responses(ChatCompletions):
         prompt: list[int] = []
         while cuts:  # binary search for the shortest cut that suffices
             middle = len(cuts) // 2
-            conversation = replace(request.conversation, messages=cuts[middle])
-            attempt = self._prompts.encode(conversation, add_special_tokens=request.add_special_tokens)
-            if len(attempt) <= room:
+            if attempt := self._within(request, cuts[middle], room):
                 prompt, cuts = attempt, cuts[:middle]
             else:
                 cuts = cuts[middle + 1 :]
