@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,11 +22,6 @@ class Caller:
     def only_key(self) -> str | None:
         """Returns the name of the only key whose use it may see; None: it may see the use of all keys."""
         return self.name if self.role == "client" and not self.sees_workers else None
-
-
-# Name of the key of the current task's request. It is a context variable because the code that counts tokens is far
-# below the code that reads headers.
-current_key: ContextVar[str | None] = ContextVar("current_key", default=None)
 
 
 def caller_of(scope: Mapping[str, Any]) -> Caller | None:

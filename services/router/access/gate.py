@@ -28,10 +28,11 @@ from cluster.errors import ConfigurationError, OutriderError
 from cluster.transport.token_file import TokenFile
 from services.http_call import LAUNCHER_KEY_SHA256
 from services.router.access.api_keys import ApiKeys
-from services.router.access.caller import Caller, current_key, host_of
+from services.router.access.caller import Caller, host_of
 from services.router.access.key_limits import KeyLimits
 from services.router.access.local_sites import LocalSites
 from services.router.errors import InvalidApiKeyError, error_response, excerpt
+from services.router.http.current_key import current_key
 from services.router.http.middleware import route_of
 from services.router.http.streaming import NotedSend
 from services.router.metrics import RouterMetrics

@@ -11,10 +11,10 @@ from starlette.types import Scope
 from cluster.errors import OverloadedError
 from cluster.wire.replies import UNFINISHED, CallReply
 from services.router.access.access_log import record_of
-from services.router.access.caller import current_key
 from services.router.api.reply import Reply
 from services.router.api.request import ApiRequest
 from services.router.api.trace import AnswerTrace
+from services.router.http.current_key import current_key
 from services.router.http.tracing import span_of
 from services.router.metrics import RouterMetrics
 from services.router.output.message import Reader

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
+
+from services.router.http.current_key import current_key
+from services.router.http.fair_threads import FairThreads
 
 T = TypeVar("T")
 
@@ -14,7 +16,7 @@ LARGE_BYTES = 16_384  # size of a body: tokenizing it takes 3 to 10 ms, everythi
 _OF_SCHEMAS = (b"schema", b'"tools"', b"guided_", b"structured_outputs")
 
 # Only two threads: each one that computes in Python takes turns of 5 ms from the event loop.
-_threads = ThreadPoolExecutor(2, thread_name_prefix="large-work")
+_threads = FairThreads(2)
 
 
 def cost_of(body: bytes) -> int:
@@ -28,5 +30,5 @@ async def run_in_thread_if_large(num_bytes: int, work: Callable[[], T]) -> T:
 
 
 async def run_in_thread(work: Callable[[], T]) -> T:
-    """Returns the result of `work`, which runs in a thread."""
-    return await asyncio.get_running_loop().run_in_executor(_threads, work)
+    """Returns the result of `work`, which runs in a thread when it is the turn of the request's key."""
+    return await asyncio.wrap_future(_threads.submit(current_key.get(), work))
