@@ -192,7 +192,11 @@ def _chat_template(file: str | None, folder: Path) -> tuple[ChatTemplate | None,
     Raises ConfigurationError if `router.chat_template` (`file`) is broken.
     """
     if file is not None:
-        return ChatTemplate(Path(file).read_text(encoding="utf-8"), special_tokens_of(folder)), None
+        try:
+            source = Path(file).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(f"router.chat_template {file} cannot be read: {error}") from error
+        return ChatTemplate(source, special_tokens_of(folder)), None
     try:
         return ChatTemplate.from_folder(folder), None
     except ConfigurationError as error:

@@ -208,12 +208,14 @@ class ChatCompletions(ApiEndpoint[ChatRequest]):
         )
 
     async def _num_prompt_tokens(self, http_request: Request, parse: Callable[[dict[str, Any]], ChatRequest]) -> int:
-        """Returns the number of prompt tokens that the request in the body of `http_request` would have."""
+        """Returns the number of prompt tokens that the request in the body of `http_request` has, whether they fit."""
         body = await read_json_body(http_request, self._serving.max_body_bytes)
         request = await run_in_thread_if_large(cost_of(body), lambda: parse(to_json_object(body)))
         self._serving.check_model(request.model)
-        prompts = await run_in_thread_if_large(len(body), lambda: self._encode(request))
-        return len(prompts[0])
+        prompt = await run_in_thread_if_large(
+            len(body), lambda: self._encode_within(request, request.conversation, room=None)
+        )
+        return len(prompt)
 
     def _reply(self, request: ChatRequest, reader: Reader | None, **frame: Any) -> Reply:
         return ChatReply(reader=reader, **frame)

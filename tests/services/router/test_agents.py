@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from cluster.errors import ConfigurationError
 from services.router.openapi.document import OPERATIONS
 
 from .chat_model import USER, Model, call_of
@@ -248,6 +249,19 @@ def test_a_template_in_place_of_the_models(new_router: NewRouter, target: Script
     assert response.json()["choices"][0]["message"]["content"].startswith("#")
 
 
+@pytest.mark.parametrize(
+    ("source", "said"), [(None, "cannot be read"), (b"\xff", "cannot be read"), (b"{% for %}", "broken")]
+)
+def test_a_template_that_an_operator_sets_must_work(
+    new_router: NewRouter, target: ScriptedTarget, tmp_path: Path, source: bytes | None, said: str
+) -> None:
+    file = tmp_path / "other.jinja"
+    if source is not None:
+        file.write_bytes(source)
+    with pytest.raises(ConfigurationError, match=said):
+        new_router([target.address], chat_template=str(file))
+
+
 def test_a_broken_template_refuses_only_chats(new_model: Callable[..., Model]) -> None:
     model = new_model("{% for %}")
     response = send(model, "chat", [USER])
@@ -315,6 +329,8 @@ def test_prompts_are_counted_under_every_path(model: Model) -> None:
         == (count.json()["input_tokens"])
     )
     assert count.json()["object"] == "response.input_tokens"
+    long = {"messages": [USER | {"content": "fox " * 20_000}]}
+    assert model.router.client.post("/v1/messages/count_tokens", json=long).json()["input_tokens"] > 20_000
     tokens = [model.router.client.post(path, json={"prompt": "fox"}).json() for path in ("/tokenize", "/v1/tokenize")]
     assert tokens[0] == tokens[1]
     body = {"tokens": tokens[0]["tokens"]}
