@@ -481,6 +481,7 @@ class GenerateRequest(_message.Message):
     ADAPTER_FIELD_NUMBER: _builtins.int
     ADAPTER_FINGERPRINT_FIELD_NUMBER: _builtins.int
     CONVERSATION_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     num_generated_tokens: _builtins.int
     """trailing prompt tokens that another target generated"""
@@ -510,6 +511,10 @@ class GenerateRequest(_message.Message):
     """Fingerprint of the adapter. An adapter with this name and another fingerprint is NOT_FOUND. Empty: any."""
     conversation: _builtins.bytes
     """the same for all turns of a conversation; empty: unknown"""
+    owner: _builtins.bytes
+    """Who uses its turns at the target. Owners have equal turns, and `priority` orders an owner's own requests. Empty:
+    nobody; `priority` then orders it among all requests.
+    """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -543,10 +548,11 @@ class GenerateRequest(_message.Message):
         adapter: _builtins.str = ...,
         adapter_fingerprint: _builtins.str = ...,
         conversation: _builtins.bytes = ...,
+        owner: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_num_speculative_tokens", b"_num_speculative_tokens", "constraints", b"constraints", "num_logprobs", b"num_logprobs", "num_prompt_logprobs", b"num_prompt_logprobs", "num_speculative_tokens", b"num_speculative_tokens", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_num_speculative_tokens", b"_num_speculative_tokens", "adapter", b"adapter", "adapter_fingerprint", b"adapter_fingerprint", "cache_salt", b"cache_salt", "choice_index", b"choice_index", "constraints", b"constraints", "conversation", b"conversation", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "num_generated_tokens", b"num_generated_tokens", "num_logprobs", b"num_logprobs", "num_prompt_logprobs", b"num_prompt_logprobs", "num_speculative_tokens", b"num_speculative_tokens", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_num_speculative_tokens", b"_num_speculative_tokens", "adapter", b"adapter", "adapter_fingerprint", b"adapter_fingerprint", "cache_salt", b"cache_salt", "choice_index", b"choice_index", "constraints", b"constraints", "conversation", b"conversation", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "num_generated_tokens", b"num_generated_tokens", "num_logprobs", b"num_logprobs", "num_prompt_logprobs", b"num_prompt_logprobs", "num_speculative_tokens", b"num_speculative_tokens", "owner", b"owner", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_logprobs: _TypeAlias = _typing.Literal["num_logprobs"]  # noqa: Y015
     _WhichOneofArgType__num_logprobs: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs"]  # noqa: Y015

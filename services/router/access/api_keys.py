@@ -1,8 +1,8 @@
 """The keys of clients, in a file that may change while the router runs.
 
-    # name:key, or name:sha256:hex, so that the file does not contain the key itself
+    # name:key, or name:sha256:hex, so that the file does not contain the key itself; then attributes of the name
     alice:sk-5f1d...
-    batch:sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08
+    batch:sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08 priority=all
 
 A name may have several keys, for example an old and a new one during a rotation; they share the limits of the name.
 Only the SHA-256 of each key is kept in memory, and no message quotes a key.
@@ -15,7 +15,10 @@ import hashlib
 import hmac
 import logging
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any, Literal, get_args, get_type_hints
 
 from cluster.errors import ConfigurationError
 from cluster.transport.file_watch import FileWatch
@@ -29,6 +32,28 @@ _SHA256 = re.compile(r"sha256:([0-9a-fA-F]{64})")
 _SHORT_KEY = 16  # characters; a shorter one can be guessed
 
 
+@dataclass(frozen=True, slots=True)
+class KeyAttributes:
+    """Attributes of the keys of one name."""
+
+    priority: Literal["own", "all"] = "own"  # the requests among which `priority` orders theirs
+
+    @classmethod
+    def parse(cls, words: Sequence[str]) -> KeyAttributes:
+        """Raises ValueError unless each of `words` is attribute=value."""
+        values = {field.name: get_args(get_type_hints(cls)[field.name]) for field in fields(cls)}
+        given: dict[str, Any] = {}
+        for word in words:
+            name, _, value = word.partition("=")
+            if value not in values.get(name, ()):
+                known = "; ".join(f"{name}={' or '.join(allowed)}" for name, allowed in values.items())
+                raise ValueError(f"after the key only attributes may follow: {known}")  # the word may be part of a key
+            if name in given:
+                raise ValueError(f"{name} is given twice")
+            given[name] = value
+        return cls(**given)
+
+
 class ApiKeys:
     def __init__(self, path: str, setting: str) -> None:
         """Reads the file at `path`. Raises ConfigurationError, which names `setting`."""
@@ -36,7 +61,7 @@ class ApiKeys:
         self._setting = setting
         self._watch = FileWatch([path], settles=True)
         try:
-            self._names = _read(path)  # by digest
+            self._names, self._attributes = _read(path)
         except (OSError, ValueError) as error:
             raise ConfigurationError(f"{setting}: {_explain(path, error)}") from error
 
@@ -51,6 +76,9 @@ class ApiKeys:
             if hmac.compare_digest(known, digest):
                 return name
         return None
+
+    def attributes_of(self, name: str) -> KeyAttributes:
+        return self._attributes[name]
 
     @property
     def names(self) -> frozenset[str]:
@@ -67,21 +95,26 @@ class ApiKeys:
         if not self._watch.has_changed():
             return
         try:
-            names = _read(self._path)
+            names, attributes = _read(self._path)
         except (OSError, ValueError) as error:
             logger.warning("%s: %s; the previous keys stay in use", self._setting, _explain(self._path, error))
             return
-        self._names = names
+        self._names, self._attributes = names, attributes
         logger.info("%s: reloaded %s, keys of %d names", self._setting, self._path, len(self.names))
 
 
-def parse_keys(text: str) -> dict[bytes, str]:
-    """Returns names by the SHA-256 of their keys. Raises ValueError naming the line, but never a key."""
+def parse_keys(text: str) -> tuple[dict[bytes, str], dict[str, KeyAttributes]]:
+    """Returns names by the SHA-256 of their keys, and attributes by name.
+
+    Raises ValueError naming the line, but never a key.
+    """
     names: dict[bytes, str] = {}
+    attributes: dict[str, KeyAttributes] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         entry = line.strip()
         if not entry or entry.startswith("#"):
             continue
+        entry, *words = entry.split()
         name, _, key = entry.partition(":")
         if not _NAME.fullmatch(name):
             raise ValueError(
@@ -101,16 +134,24 @@ def parse_keys(text: str) -> dict[bytes, str]:
         if names.get(digest, name) != name:
             raise ValueError(f"line {number}: {name} has the same key as {names[digest]}")
         names[digest] = name
+        try:
+            found_attributes = KeyAttributes.parse(words)
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from error
+        if attributes.setdefault(name, found_attributes) != found_attributes:
+            raise ValueError(f"line {number}: {name} has other attributes than in an earlier line")
     if not names:
         raise ValueError("the file has no key, so that all requests would be refused")
-    return names
+    return names, attributes
 
 
-def _read(path: str) -> dict[bytes, list[tuple[bytes, str]]]:
+def _read(path: str) -> tuple[dict[bytes, list[tuple[bytes, str]]], dict[str, KeyAttributes]]:
+    """Returns names by the beginnings of their digests, and attributes by name."""
+    names, attributes = parse_keys(Path(path).read_text(encoding="utf-8"))
     table: dict[bytes, list[tuple[bytes, str]]] = {}
-    for digest, name in parse_keys(Path(path).read_text(encoding="utf-8")).items():
+    for digest, name in names.items():
         table.setdefault(digest[:8], []).append((digest, name))
-    return table
+    return table, attributes
 
 
 def _explain(path: str, error: OSError | ValueError) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,6 +18,12 @@ class Caller:
     name: str  # name of the key; "": the router has no keys
     role: Role
     sees_workers: bool = False  # whether it may see the workers' addresses
+    has_priority: bool = False  # whether its requests' priority orders them among those of all keys
+
+    @property
+    def owner(self) -> bytes:
+        """Returns the owner of its turns at targets, who are not told its name; b"": nobody in particular."""
+        return b"" if self.has_priority or not self.name else hashlib.sha256(self.name.encode()).digest()[:8]
 
     @property
     def only_key(self) -> str | None:

@@ -108,7 +108,8 @@ class Credentials:
             return None
         if (name := self._clients.name_of(key)) is not None:
             is_operator = self._own_operators is not None and self._own_operators.name_of(key) is not None
-            return Caller(name, "client", sees_workers=is_operator)
+            has_priority = self._clients.attributes_of(name).priority == "all"
+            return Caller(name, "client", sees_workers=is_operator, has_priority=has_priority)
         return self._scraper(key, route) or self._launcher(key, route)
 
     def admin(self, key: bytes | None, route: str) -> Caller | None:

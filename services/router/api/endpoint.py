@@ -97,6 +97,7 @@ class _Prompts:
     token_ids: list[list[int]]
     routing_keys: list[RoutingKey]  # one for each prompt
     cache_salt: str
+    owner: bytes  # who uses turns at targets
     echoes: list[str]  # text that each prompt's choices begin with; "" without `echo`
 
 
@@ -170,7 +171,8 @@ class ApiEndpoint(abc.ABC, Generic[R]):
         await serving.pool.wait_out_change()
         limits = serving.pool.limits()
         prompts = [request.truncate(prompt, limits.max_model_len) for prompt in prompts]
-        salt = self._cache_salt(request, scope)
+        salt, caller = self._cache_salt(request, scope), caller_of(scope)
+        owner = b"" if caller is None else caller.owner
         root = f"{'' if adapter is None else adapter.fingerprint} {salt}"
         name = request.prompt_cache_key or Headers(scope=scope).get("x-session-id") or None  # a header may be empty
 
@@ -178,7 +180,7 @@ class ApiEndpoint(abc.ABC, Generic[R]):
             for prompt in prompts:
                 check_prompt(prompt, limits.vocab_size, request.prompt_field)
             keys = [RoutingKey.of(prompt, opening=request.opening, name=name, root=root) for prompt in prompts]
-            return _Prompts(prompts, keys, salt, self._echoes(request, prompts))
+            return _Prompts(prompts, keys, salt, owner, self._echoes(request, prompts))
 
         return await run_in_thread_if_large(num_bytes, prepare)
 
@@ -262,6 +264,7 @@ class ApiEndpoint(abc.ABC, Generic[R]):
             prompts=prompts.token_ids,
             routing_keys=prompts.routing_keys,
             cache_salt=prompts.cache_salt,
+            owner=prompts.owner,
             seed=reply.seed,
             limits=limits,
             tokenizer=self._serving.tokenizer,

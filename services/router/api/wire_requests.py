@@ -24,6 +24,7 @@ def build_choice_requests(
     prompts: Sequence[Sequence[int]],
     routing_keys: Sequence[RoutingKey],
     cache_salt: str,
+    owner: bytes = b"",
     seed: int,
     limits: Limits,
     tokenizer: Tokenizer,
@@ -53,6 +54,7 @@ def build_choice_requests(
         num_prompt_logprobs=request.num_prompt_logprobs,
         cache_salt=cache_salt,
         priority=request.priority,
+        owner=owner,
         adapter=adapter.name if adapter is not None else "",
         adapter_fingerprint=adapter.fingerprint if adapter is not None else "",
     )

@@ -208,7 +208,7 @@ class ChatCompletions(ApiEndpoint[ChatRequest]):
         )
 
     async def _num_prompt_tokens(self, http_request: Request, parse: Callable[[dict[str, Any]], ChatRequest]) -> int:
-        """Returns the number of prompt tokens that the request in the body of `http_request` has, whether they fit."""
+        """Returns the number of prompt tokens that the request in the body of `http_request` has, however many."""
         body = await read_json_body(http_request, self._serving.max_body_bytes)
         request = await run_in_thread_if_large(cost_of(body), lambda: parse(to_json_object(body)))
         self._serving.check_model(request.model)

@@ -20,7 +20,7 @@ from starlette.testclient import TestClient
 from cluster.config import Config
 from cluster.errors import ConfigurationError
 from services.http_call import LAUNCHER_KEY_SHA256
-from services.router.access.api_keys import ApiKeys, parse_keys
+from services.router.access.api_keys import ApiKeys, KeyAttributes, parse_keys
 from services.router.access.gate import Credentials
 from services.router.access.key_limits import KeyLimits
 from services.router.errors import RateLimitError
@@ -353,6 +353,10 @@ def test_a_secret_of_kubernetes_is_followed_through_its_links(tmp_path: Path) ->
         ("ok:sk-0123456789abcdef\nalice:sk secret\n", "line 2"),
         ("alice:sha256:sk-secret\n", "64 hexadecimal"),
         ("alice:sk-secret-0123456789\nbob:sk-secret-0123456789\n", "bob has the same key as alice"),
+        ("alice:sk-0123456789abcdef priority=secret\n", "line 1: after the key"),
+        ("alice:sk-0123456789abcdef secret=1\n", "priority=own or all"),
+        ("alice:sk-0123456789abcdef priority=all priority=own\n", "given twice"),
+        ("alice:sk-secret-0123456789\nalice:sk-secret-012345678 priority=all\n", "other attributes"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said_without_a_key(text: str, complaint: str, tmp_path: Path) -> None:
@@ -371,7 +375,29 @@ def test_a_missing_file_keeps_the_router_from_starting(new_router, target) -> No
 
 
 def test_a_name_may_have_an_old_and_a_new_key() -> None:
-    assert set(parse_keys(f"alice:{ALICE}\nalice:{BOB}\n").values()) == {"alice"}
+    names, _ = parse_keys(f"alice:{ALICE}\nalice:{BOB}\n")
+    assert set(names.values()) == {"alice"}
+
+
+def test_attributes_follow_a_key() -> None:
+    _, attributes = parse_keys(f"alice:{ALICE}\nbob:{BOB}   priority=all\n")
+    assert attributes == {"alice": KeyAttributes(), "bob": KeyAttributes(priority="all")}
+
+
+def test_targets_learn_whose_turn_it_is_but_not_who(new_router, target, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(f"alice:{ALICE}\nbob:{BOB} priority=all\ncarol:sk-carol-0123456789\n")
+    router = new_router([target.address], api_keys_file=str(tmp_path / "keys"))
+    wait_until(lambda: router.client.get("/health").status_code == 200)
+    owners = {}
+    for key in (ALICE, BOB, "sk-carol-0123456789"):
+        headers = {"authorization": f"Bearer {key}"}
+        body = {"prompt": "fox", "max_tokens": 1, "priority": -5, "n": 2}
+        assert router.client.post("/v1/completions", json=body, headers=headers).status_code == 200
+        assert {request.priority for request in target.requests[-2:]} == {-5}
+        (owners[key],) = {request.owner for request in target.requests[-2:]}
+    assert owners[BOB] == b""
+    assert len(set(owners.values())) == 3
+    assert b"alice" not in owners[ALICE]
 
 
 def test_usage_is_counted_by_the_name_of_the_key(new_keyed_router, tmp_path: Path) -> None:
