@@ -319,7 +319,7 @@ class Coordinator:
         if link is None:
             return
         link.heard(reply, answer_seconds)
-        num_owed = sum(one.is_whole and one.start == 0 for one in reply.proposals.values())
+        num_owed = sum([one.is_whole and one.start == 0 for one in reply.proposals.values()])
         if reply.timing is not None and num_owed:
             held_seconds, step_seconds, batch = reply.timing.held_seconds, reply.timing.step_seconds, reply.timing.batch
             self.timeline.answers.add(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -74,7 +74,8 @@ class SpeculativeSequence:
     awaited_since: float | None = None  # when the awaited proposal was requested
     is_late: bool = False  # whether a step gave up waiting for the awaited proposal
     has_answered: bool = False  # whether the drafter answered since the opening, so it has computed the whole prompt
-    proposal: Proposal | None = None
+    proposal: Drafts | None = None
+    base: int = 0  # number of tokens that `proposal` follows
     num_ready: int = 0  # number of the requested levels that have arrived
 
     @property
@@ -125,7 +126,7 @@ class SpeculativeSequence:
         if self.link is not None:
             self.link.sequences.pop(self.wire_id, None)
         self.link = self.awaited_since = None
-        self._keep(None)
+        self.proposal, self.num_ready = None, 0
         self.is_late = False
 
     def lost_its_link(self) -> None:
@@ -155,7 +156,7 @@ class SpeculativeSequence:
             return
         self.num_levels = num_drafts if shape is None else num_levels(shape, num_drafts)
         self.shape = shape
-        self._keep(self.proposal)
+        self.num_ready = 0 if self.proposal is None else self._levels_of(self.proposal)
         if self.num_ready >= self.num_levels:
             self.awaited_since, self.is_late = None, False
         elif not (self.is_late or self.num_refusals):
@@ -179,39 +180,37 @@ class SpeculativeSequence:
         have arrived, because the drafter runs ahead.
         """
         if proposal.start:
-            grown = None if self.proposal is None else self.proposal.grown(proposal)
+            before = self.proposal or NO_DRAFTS
+            grown = Proposal(self.wire_id, self.base, before.token_ids, before.parents).grown(proposal)
             if grown is None:
                 return  # it belongs to an abandoned branch of the tree
             proposal = grown
-        proposal = self._within_limits(proposal, stats)
+        drafts = self._within_limits(proposal, stats)
         base, num_tokens = proposal.base, len(self.token_ids)
         self.has_answered, self.num_lost_links = True, 0
         if not self.num_acknowledged <= base <= num_tokens:
             stats.num_stale_proposals += 1
             return
         self.num_acknowledged, self.num_refusals = base, 0
+        fits = drafts if base == num_tokens else drafts.after(self.token_ids[base:])
+        if fits is None:
+            stats.num_stale_proposals += 1
+        else:
+            self.proposal, self.base, self.num_ready = drafts, base, self._levels_of(fits)
         if base == num_tokens:  # the usual case
-            self._keep(proposal)
             if proposal.is_whole:
                 self.awaited_since, self.is_late = None, False
-            return
-        path = self._main_path(proposal, self.num_levels)
-        if path is not None:
-            self.proposal, self.num_ready = proposal, len(path)
-        else:
-            stats.num_stale_proposals += 1
-        if self.is_late:  # the drafter is alive but behind: the timeout for its answers to newer messages starts now
+        elif self.is_late:  # the drafter is alive but behind: the timeout for its answers to newer messages starts now
             self.awaited_since, self.is_late = now, False
 
-    def _within_limits(self, proposal: Proposal, stats: CoordinatorStats) -> Proposal:
-        """Returns `proposal` cut to the number of tokens that the window allows; counts the excess."""
+    def _within_limits(self, proposal: Proposal, stats: CoordinatorStats) -> Drafts:
+        """Returns the drafts of `proposal`, cut to the number that the window allows; counts the excess."""
         most = self.window if proposal.parents is None else MAX_WIDTH * self.window
         num_excess = len(proposal.token_ids) - most
         if num_excess <= 0:
-            return proposal
+            return proposal.drafts
         stats.num_excess_token_ids += num_excess
-        drafts = proposal.drafts.first(most)
-        return replace(proposal, token_ids=drafts.token_ids, parents=drafts.parents)
+        return proposal.drafts.first(most)
 
     def gave_up(self) -> None:
         """Marks the awaited proposal as late: no step waits for it any more."""
@@ -219,14 +218,7 @@ class SpeculativeSequence:
 
     def went_on(self) -> None:
         """Removes from the proposal the tokens committed since its base; drops a proposal that disagrees with these."""
-        if self.proposal is not None:
-            fits = self.what_fits(self.proposal) or NO_DRAFTS
-            left = Proposal(self.wire_id, len(self.token_ids), fits.token_ids, fits.parents)
-            self.proposal = left if fits.token_ids else None
-
-    def _keep(self, proposal: Proposal | None) -> None:
-        path = None if proposal is None else self._main_path(proposal, self.num_levels)
-        self.proposal, self.num_ready = proposal, 0 if path is None else len(path)
+        self.proposal, self.base = self._what_fits() or None, len(self.token_ids)
 
     def expected_of(self, num_drafts: int) -> float:
         """Returns the expected number of tokens that a round with the first `num_drafts` planned drafts commits."""
@@ -240,27 +232,22 @@ class SpeculativeSequence:
 
     def drafts(self, depth: int) -> Drafts:
         """Returns the part of the last proposal that follows the committed tokens, at most `depth` tokens."""
-        if self.proposal is None or depth == 0:
-            return NO_DRAFTS
-        if self.shape is None:
-            drafts = self._main_path(self.proposal, depth)
-        else:
-            fits = self.what_fits(self.proposal)
-            drafts = None if fits is None else fits.first(depth)
-        if drafts is None:
+        fits = self._what_fits() if depth else NO_DRAFTS
+        if fits is None:
             self.proposal = None
             return NO_DRAFTS
-        return drafts
+        return fits.main_path(depth) if self.shape is None else fits.first(depth)
 
-    def _main_path(self, proposal: Proposal, depth: int) -> Drafts | None:
-        """Returns the main path after the committed tokens, at most `depth` tokens; None if it disagrees with them."""
-        return proposal.drafts.main_path(depth, self.token_ids[proposal.base :])
+    def _what_fits(self) -> Drafts | None:
+        """Returns the drafts of the proposal after the committed tokens; None if there is none, or they disagree."""
+        if self.proposal is None or self.base == len(self.token_ids):
+            return self.proposal
+        return self.proposal.after(self.token_ids[self.base :])
 
-    def what_fits(self, proposal: Proposal) -> Drafts | None:
-        """Returns the drafts of `proposal` after the tokens committed since its base; None if they disagree."""
-        if proposal.base == len(self.token_ids):  # the usual case
-            return proposal.drafts
-        return proposal.drafts.after(self.token_ids[proposal.base :])
+    def _levels_of(self, fits: Drafts) -> int:
+        """Returns how many of the requested levels `fits` contains."""
+        path = fits if fits.parents is None else fits.main_path(self.num_levels)
+        return min(len(path.token_ids), self.num_levels)
 
 
 @dataclass(eq=False, slots=True)

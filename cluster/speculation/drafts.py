@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from operator import ne
 
 
 def num_useful_drafts(limit: int, num_tokens: int, max_len: int) -> int:
@@ -40,22 +41,16 @@ class Drafts:
             return self
         return Drafts(self.token_ids[:number], None if self.parents is None else self.parents[:number])
 
-    def main_path(self, depth: int, token_ids: Sequence[int] = ()) -> Drafts | None:
-        """Returns the chain of first children after the committed `token_ids`, at most `depth` tokens.
-
-        Returns None if the drafts do not begin with `token_ids`.
-        """
+    def main_path(self, depth: int) -> Drafts:
+        """Returns the chain of first children, at most `depth` tokens."""
         if self.parents is None:
-            left = self.after(token_ids)
-            return None if left is None else left.first(depth)
-        last = self._walk(token_ids)
-        if last is None:
-            return None
+            return self.first(depth)
         path: list[int] = []
-        for node in range(last + 1, len(self.parents)):
+        last = -1
+        for node, parent in enumerate(self.parents):
             if len(path) == depth:
                 break
-            if self.parents[node] == last:
+            if parent == last:
                 path.append(self.token_ids[node])
                 last = node
         return Drafts(path)
@@ -83,7 +78,7 @@ class Drafts:
         if num_committed == 0:
             return self
         if self.parents is None:
-            if list(self.token_ids[:num_committed]) != list(token_ids):
+            if num_committed > len(self.token_ids) or any(map(ne, self.token_ids, token_ids)):
                 return None
             return Drafts(self.token_ids[num_committed:])
         node = self._walk(token_ids)
