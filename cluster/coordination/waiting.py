@@ -45,7 +45,7 @@ class Waits:
         for sequence in decoding:
             runs_ahead = sequence.window > sequence.num_levels > 0
             if sequence.link is not None and runs_ahead and sequence.depth > 0 and sequence.has_answered:
-                sequence.link.num_ready.append(min(sequence.num_ready, sequence.num_levels))
+                sequence.link.num_ready.append(sequence.num_ready)
                 sequence.link.num_asked.append(sequence.num_levels)
         awaited = [s for s in decoding if s.is_awaited and self._planner.verified_depth(s) > 0]
         if any(s.awaited_since is None or s.has_answered for s in decoding):
