@@ -106,41 +106,37 @@ class Waits:
             return True
         if len(awaited) == len(decoding) and all(s.num_speculative_tokens for s in decoding):
             return True  # every request has its own number of drafts, and none has its proposal
-        ready = [self._num_ready(s) for s in decoding]
-        now_rows = len(decoding) + sum(ready)
-        at_once = steps.curve.seconds(now_rows)
-        together = steps.curve.seconds(
-            now_rows + sum(self._planner.verified_depth(s) - self._num_ready(s) for s in awaited)
-        )
-        tokens = sum(s.expected_of(number) for s, number in zip(decoding, ready, strict=True))
-        more = sum(self._lost_tokens(sequence) for sequence in awaited)
-        return (tokens + more) / (together + seconds_to_wait) >= tokens / at_once
-
-    def _lost_tokens(self, sequence: SpeculativeSequence) -> float:
-        """Returns the expected tokens of `sequence` that are lost if the step does not wait."""
-        most = self._planner.verified_depth(sequence)
-        tokens = sequence.expected_of(most) - sequence.expected_of(self._num_ready(sequence))
-        return LOST_SHARE * tokens if self._planner.runs_ahead else tokens
-
-    def _num_ready(self, sequence: SpeculativeSequence) -> int:
-        return min(sequence.num_ready, self._planner.verified_depth(sequence))
+        missing = set(awaited)
+        rows, more_rows = len(decoding), 0
+        tokens = lost_tokens = 0.0
+        for sequence in decoding:
+            depth = self._planner.verified_depth(sequence)
+            num_ready = min(sequence.num_ready, depth)
+            expected = sequence.expected_of(num_ready)
+            rows += num_ready
+            tokens += expected
+            if sequence in missing:
+                more_rows += depth - num_ready
+                lost_tokens += sequence.expected_of(depth) - expected
+        if self._planner.runs_ahead:
+            lost_tokens *= LOST_SHARE
+        at_once, together = steps.curve.seconds(rows), steps.curve.seconds(rows + more_rows)
+        return (tokens + lost_tokens) / (together + seconds_to_wait) >= tokens / at_once
 
     def _seconds_to_wait(self, awaited: Sequence[SpeculativeSequence], now: float) -> float:
         """Returns the predicted seconds until the last proposal of `awaited` comes.
 
         A proposal that is overdue by some seconds is expected after the same number of seconds.
         """
-        batches = Counter(s.link for s in awaited)
-        takes: dict[tuple[ActiveLink, int], float] = {}
+        batches = Counter([s.link for s in awaited])
         to_wait = 0.0
-        for sequence in awaited:
-            assert sequence.link is not None
-            assert sequence.awaited_since is not None
-            kind = sequence.link, sequence.num_levels
-            if kind not in takes:
-                takes[kind] = sequence.link.costs.proposal_seconds(sequence.num_levels, batches[sequence.link])
-            asked_at = now if self._drafts_in_turn else sequence.awaited_since
-            to_wait = max(to_wait, abs(asked_at + takes[kind] - now))
+        # Usually the step's sequences have the same number of levels, and were asked at the same time.
+        for link, num_levels, awaited_since in {(s.link, s.num_levels, s.awaited_since) for s in awaited}:
+            assert link is not None
+            assert awaited_since is not None
+            asked_at = now if self._drafts_in_turn else awaited_since
+            seconds = link.costs.proposal_seconds(num_levels, batches[link])
+            to_wait = max(to_wait, abs(asked_at + seconds - now))
         return to_wait
 
     def _give_up(self, awaited: Sequence[SpeculativeSequence], now: float) -> None:
