@@ -15,9 +15,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
-
-import numpy as np
 
 from cluster.coordination.base import Link
 from cluster.coordination.stats import CoordinatorStats
@@ -227,7 +226,7 @@ class SpeculativeSequence:
         if num_drafts >= self.depth or self.acceptance is None:
             return self.expected_tokens
         if self.expected_by is None:
-            self.expected_by = [1.0, *(1.0 + np.cumsum(self.acceptance.survival())).tolist()]
+            self.expected_by = [1.0 + total for total in accumulate(self.acceptance.survival(), initial=0.0)]
         return self.expected_by[num_drafts]
 
     def drafts(self, depth: int) -> Drafts:

@@ -8,6 +8,7 @@ these rates.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -113,8 +114,8 @@ class SequenceAcceptance:
 
         It never rises with depth.
         """
-        survival: list[float] = np.cumprod(own_rates([self])[0]).tolist()
-        return survival
+        rates, factor = self.shared.rates, self.factor
+        return list(itertools.accumulate([min(rate * factor, KEEP) for rate in rates], operator.mul))
 
 
 def kind_of(temperature: float) -> float:
