@@ -195,8 +195,8 @@ class DepthPlanner:
         depth = sequence.depth
         if depth >= sequence.max_len - len(sequence.token_ids):
             depth = sequence.useful_depth
-        is_free = sequence.is_automatic and self.measures
-        if is_free and sequence.link is not None and not sequence.link.has_proposed:
+        link = sequence.link
+        if link is not None and not link.has_proposed and self.measures and sequence.is_automatic:
             depth = min(depth, 1)  # one draft measures the cost of drafts, and costs least if drafts are expensive
         return depth, self.shape(sequence, depth) if self.trees.may_branch else None
 

@@ -61,6 +61,7 @@ class TreePolicy:
     """
 
     def __init__(self, width: int, max_nodes: int) -> None:
+        self.may_branch = width > 1  # whether drafts may be trees, so that acceptance is measured by rank
         self._width = width
         self._max_nodes = max_nodes
         # By depth and rank: how often a child was verified, and how often it was chosen, given that none before it was.
@@ -69,11 +70,6 @@ class TreePolicy:
         self._shapes: dict[int, Shape | None] = {}
         self._templates: list[Template] = []
         self._rounds_to_renew = 0
-
-    @property
-    def may_branch(self) -> bool:
-        """True if drafts may be trees, so that acceptance is measured by rank."""
-        return self._width > 1
 
     def shape(self, num_nodes: int, time: Callable[[], RoundTime]) -> Shape | None:
         """Returns the best tree of `num_nodes` nodes for rounds of `time`; None if a chain is best."""
