@@ -170,7 +170,7 @@ class DepthPlanner:
         if self.probe is not None:
             self.probe.planned(min(1, self.max_depth), None)
             assert self.probe.acceptance is not None
-            self.probe.acceptance.shared.remember(RECENT)  # older results are out of date
+            self.probe.acceptance.shared.remember(PRIOR + RECENT)  # older results are out of date
 
     def probed(self, *, has_drafts: bool) -> None:
         """Records a round of the probe's sequence. Ends the probe unless the sequence's first proposal is missing."""
