@@ -1,0 +1,182 @@
+"""Measures what a key's requests cost another key: `python -m bench.neighbours`.
+
+A victim with a key of its own sends one short request after the other. The times to its first token and between later
+ones are measured alone, next to an honest neighbour, and next to each attack. An attacker has one request in flight,
+an honest neighbour as many choices as the attack has. The target is simulated: it has places and steps but computes
+nothing, so that only waiting shows. The router is real.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gzip
+import json
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from bench.result import write_cells
+from cluster.config.file import load_config
+from services.launch.local import LocalCluster
+
+NUM_CHOICES = 32  # in flight at each neighbour
+_VICTIM = {"prompt": [70] * 100, "max_tokens": 30, "stream": True, "ignore_eos": True}
+_MEGABYTES = 8 * 2**20 - 2**16
+_PRIVATE = "".join(map(chr, (*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE))))
+SETTINGS = (
+    "target.engine=simulated",
+    "draft.replicas=0",
+    "speculation.num_speculative_tokens=0",
+    "target.max_num_seqs=32",
+    "simulation.target_step_ms=[[1, 20], [64, 24]]",
+    "router.port=0",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """Requests that are sent again and again."""
+
+    path: str
+    body: bytes
+    num_in_flight: int = 1
+    coding: str = "identity"
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, ensure_ascii=False).encode()
+
+
+def _completion(**fields: Any) -> bytes:
+    return _json({"prompt": [71] * 100, "max_tokens": 30, "ignore_eos": True} | fields)
+
+
+def _chat(content: object, **fields: Any) -> bytes:
+    return _json({"messages": [{"role": "user", "content": content}], "max_tokens": 2} | fields)
+
+
+def neighbours() -> dict[str, Neighbour]:
+    alternatives = [{"type": "object", "properties": {f"a{i}": {"type": "integer"}}} for i in range(200)]
+    history = [{"role": "user", "content": "fox " * 500} for _ in range(3900)]
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"anyOf": alternatives}}}
+    chat, completions = "/v1/chat/completions", "/v1/completions"
+    return {
+        "honest": Neighbour(completions, _completion(), NUM_CHOICES),
+        "n = 32": Neighbour(completions, _completion(n=NUM_CHOICES)),
+        "n = 32, priority -2^31": Neighbour(completions, _completion(n=NUM_CHOICES, priority=-(2**31))),
+        "8 MB of text": Neighbour(chat, _chat("fox " * (_MEGABYTES // 4))),
+        "private-use characters": Neighbour(chat, _chat(_PRIVATE * 8 + "<|endoftext|>" + "a" * 4_000_000)),
+        "empty gzip members": Neighbour(completions, gzip.compress(b"") * 400_000, coding="gzip"),
+        "truncation auto": Neighbour(
+            "/v1/responses", _json({"input": history, "truncation": "auto", "max_output_tokens": 2})
+        ),
+        "a schema of 200 alternatives": Neighbour(chat, _chat("hi", response_format=schema)),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Milliseconds of the victim's requests."""
+
+    num_requests: int
+    first_p50: float
+    first_p99: float
+    token_p50: float
+    token_p99: float
+
+
+def _times(first: Sequence[float], tokens: Sequence[float]) -> Times:
+    def percentile(values: Sequence[float], share: float) -> float:
+        return 1e3 * sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+    return Times(len(first), *(percentile(values, share) for values in (first, tokens) for share in (0.5, 0.99)))
+
+
+def ask(client: httpx.Client, headers: Mapping[str, str]) -> tuple[float, float]:
+    """Returns the seconds to the victim's first token, and the mean seconds of the others."""
+    arrived, began_at = [], time.perf_counter()
+    with client.stream("POST", "/v1/completions", json=_VICTIM, headers=headers) as answer:
+        assert answer.status_code == 200, answer.read()
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                arrived.append(time.perf_counter())
+    return arrived[0] - began_at, (arrived[-1] - arrived[0]) / (_VICTIM["max_tokens"] - 1)  # type: ignore[operator]
+
+
+@contextlib.contextmanager
+def next_to(url: str, neighbour: Neighbour | None, keys: Sequence[str]) -> Iterator[None]:
+    """Has `neighbour` send its requests with each of `keys` meanwhile."""
+    has_ended = threading.Event()
+
+    def send(key: str) -> None:
+        assert neighbour is not None
+        headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+        with httpx.Client(base_url=url, timeout=600, trust_env=False) as client:
+            while not has_ended.is_set():
+                client.post(
+                    neighbour.path, content=neighbour.body, headers=headers | {"content-encoding": neighbour.coding}
+                )
+
+    number = 0 if neighbour is None else neighbour.num_in_flight
+    threads = [threading.Thread(target=send, args=(key,)) for key in keys for _ in range(number)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        for thread in threads:
+            thread.join()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=20.0, help="for each neighbour; default 20")
+    parser.add_argument("--hostile-keys", type=int, default=1, help="keys of the neighbour; default 1")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args(argv)
+    cells: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        names = ["victim", *(f"other{index}" for index in range(arguments.hostile_keys))]
+        keys = {name: f"sk-{name}-0123456789abcdef" for name in names}
+        file = Path(folder) / "keys"
+        file.write_text("".join(f"{name}:{key}\n" for name, key in keys.items()), encoding="utf-8")
+        config = load_config(None, [*SETTINGS, f"router.api_keys_file={file}"])
+        headers = {"authorization": f"Bearer {keys.pop('victim')}"}
+        print("| neighbour | requests | first token, p50 | p99 | further tokens, p50 | p99 |")
+        print("| --- | --- | --- | --- | --- | --- |")
+        with (
+            LocalCluster(config) as cluster,
+            httpx.Client(base_url=cluster.url, timeout=600, trust_env=False) as client,
+        ):
+            cluster.wait_ready(120)
+            ask(client, headers)
+            for name, neighbour in {"nobody": None, **neighbours()}.items():
+                with next_to(cluster.url, neighbour, list(keys.values())):
+                    time.sleep(1.0)
+                    ends_at, answers = time.monotonic() + arguments.seconds, []
+                    while time.monotonic() < ends_at:
+                        answers.append(ask(client, headers))
+                times = _times(*map(list, zip(*answers, strict=True)))
+                cells.append(
+                    {"neighbour": name, "hostile_keys": arguments.hostile_keys}
+                    | {field: getattr(times, field) for field in times.__slots__}
+                )
+                print(
+                    f"| {name} | {times.num_requests} | {times.first_p50:.0f} | {times.first_p99:.0f} "
+                    f"| {times.token_p50:.1f} | {times.token_p99:.1f} |",
+                    flush=True,
+                )
+    if arguments.out is not None:
+        write_cells(arguments.out, "bench.neighbours", argv, cells)
+
+
+if __name__ == "__main__":
+    main()
