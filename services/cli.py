@@ -212,7 +212,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         known = known_options(option, parser) if option else []
         hint = f"did you mean {' or '.join(known)}?" if known else f"see {parser.prog} --help"
         hint = _OF_VLLM.get(option, hint)
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}; {hint}")
+        shown = [text.partition("=")[0] for text in unknown if text.startswith("-")] or unknown  # values may be secret
+        parser.error(f"unrecognized arguments: {' '.join(shown)}; {hint}")
     return arguments
 
 
@@ -359,6 +360,10 @@ def _serve(arguments: argparse.Namespace) -> int:
         for setting in option.settings
     ]
     model = [] if arguments.model is None else [f"target.model={arguments.model}"]
+    if model and any(override.startswith("target.model=") for override in arguments.overrides):
+        raise ConfigurationError(f"MODEL {arguments.model} and --target name two models: give one of them")
+    if not model and (names := arguments.served_model_name) and "/" in names[-1]:
+        raise ConfigurationError(f"--served-model-name takes {names[-1]} as a name: write MODEL before it, or --target")
     arguments.overrides = [*mappings, *lists, *arguments.overrides, *model]
     config = _load(arguments)
     if arguments.open and not config.router.has_page:

@@ -269,7 +269,7 @@ class Config(Section):
 
     @property
     def model_aliases(self) -> dict[str, str]:
-        """Further names in requests, with the name of the model or adapter that each one is for."""
+        """Further names in requests, each with the name of its model or adapter."""
         pairs = [name.partition("=") for name in self.router.served_model_name]
         return {alias: name or self.served_model_id for alias, _, name in pairs if alias != self.served_model_id}
 

@@ -49,10 +49,10 @@ class RouterConfig(Section):
     drain_notice_seconds: Annotated[float, Field(ge=0)] = Field(
         0.0,
         description="first part of `drain_seconds`, in which probes are answered 503 and requests are still served, so "
-        "that a balancer can look elsewhere before the port closes",
+        "that a load balancer stops sending them before the port closes",
     )
     served_model_name: Annotated[
-        tuple[Annotated[str, Field(min_length=1)], ...],
+        tuple[Annotated[str, Field(pattern="^[^=]+(=[^=]+)?$")], ...],
         BeforeValidator(
             lambda value: [value] if isinstance(value, str) else value or [],
             json_schema_input_type=str | list[str] | None,
@@ -117,7 +117,7 @@ class RouterConfig(Section):
     cors_allow_origins: tuple[Annotated[str, Field(pattern=r"^(\*|null|[a-z][a-z0-9+.-]*://[^\s/]+)$")], ...] = Field(
         (),
         description="web pages that may call the router from a browser: origins such as `https://chat.example` or "
-        "`app://obsidian.md`, `null` (files and sandboxed frames: any site can have it), or `*`",
+        "`app://obsidian.md`, `null` (files and sandboxed frames: any site can send it), or `*`",
     )
     allowed_hosts: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")], ...] = Field(
         (),

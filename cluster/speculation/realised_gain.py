@@ -35,6 +35,6 @@ class RealisedGain:
         self.gain += max(GAIN_RATE, 1 / self._num_gains) * (gain - self.gain)
 
     def forget(self) -> None:
-        """Records a probe, since which no step had drafts: moves `share` towards 1 and resets `gain`."""
+        """Records that a probe has ended and no step has drafts: moves `share` towards 1 and resets `gain`."""
         self.share += RATE * (1.0 - self.share)
         self.gain, self._num_gains = 1.0, 0

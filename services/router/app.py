@@ -196,12 +196,15 @@ def _chat_template(file: str | None, folder: Path) -> tuple[ChatTemplate | None,
             source = Path(file).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise ConfigurationError(f"router.chat_template {file} cannot be read: {error}") from error
-        return ChatTemplate(source, special_tokens_of(folder)), None
+        try:
+            return ChatTemplate(source, special_tokens_of(folder)), None
+        except ConfigurationError as error:
+            raise ConfigurationError(f"router.chat_template {file}: {error}") from error
     try:
         return ChatTemplate.from_folder(folder), None
     except ConfigurationError as error:
         logger.warning("chats are refused: %s; set router.chat_template", error)
-        return None, str(error)
+        return None, "the model's chat template is broken"
 
 
 def _hello(serving: Serving, has_chat: bool, folder: Path) -> dict[str, Any]:
@@ -236,16 +239,18 @@ def _information_routes(serving: Serving, health: Health, root: str) -> list[Rou
     version = importlib.metadata.version("outrider")
     pool = serving.pool
 
-    def describe_model(adapter: str | None = None) -> dict[str, Any]:
+    def describe_model(name: str) -> dict[str, Any]:
+        meant = serving.aliases.get(name, name)
+        adapter = None if meant == serving.model_id else meant
         model: dict[str, Any] = {
-            "id": adapter or serving.model_id,
+            "id": name,
             "object": "model",
             "created": created,
             "owned_by": "outrider",
             "root": adapter or root,
             "parent": None if adapter is None else serving.model_id,
             "type": "model",  # this and the next two: in Anthropic's API
-            "display_name": adapter or serving.model_id,
+            "display_name": name,
             "created_at": datetime.datetime.fromtimestamp(created, datetime.UTC).isoformat(),
         }
         if not pool.usable:
@@ -254,15 +259,16 @@ def _information_routes(serving: Serving, health: Health, root: str) -> list[Rou
         return model | {"max_model_len": max_model_len, "context_length": max_model_len}
 
     async def list_models(_: Request) -> Response:
-        adapters = sorted((pool.adapters().keys() | serving.aliases.keys()) - {serving.model_id})
-        models = [describe_model(), *map(describe_model, adapters)]
+        known = {serving.model_id, *pool.adapters()}
+        aliases = {alias for alias, name in serving.aliases.items() if name in known}
+        models = [describe_model(name) for name in (serving.model_id, *sorted((known | aliases) - {serving.model_id}))]
         ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"], "has_more": False}  # in Anthropic's API
         return JSONResponse({"object": "list", "data": models, **ends})
 
     async def show_model(request: Request) -> Response:
         name = request.path_params["model"]
         serving.check_model(name)
-        return JSONResponse(describe_model(None if name == serving.model_id else name))
+        return JSONResponse(describe_model(name))
 
     async def live(_: Request) -> Response:
         return JSONResponse({"status": "ok"})

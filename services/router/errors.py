@@ -120,7 +120,7 @@ def noting_warnings() -> Iterator[list[str]]:
 
 def warning_headers(warnings: Sequence[str]) -> dict[str, str]:
     """Returns the header `x-outrider-warning`, bounded and in ASCII; {} without warnings."""
-    text = "; ".join(warnings)[:MAX_MESSAGE_CHARACTERS].encode("ascii", "backslashreplace").decode()
+    text = "; ".join(warnings).encode("ascii", "backslashreplace").decode()[:MAX_MESSAGE_CHARACTERS]
     return {"x-outrider-warning": text} if text else {}
 
 

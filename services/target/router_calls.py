@@ -19,7 +19,7 @@ from cluster.wire.replies import UNFINISHED, CallReply, RoundCounts
 from protos.speculation.v1 import target_pb2
 from services.target.requests import to_engine
 from services.target.tracing import CallTrace, trace_call
-from services.target.turns import Turns
+from services.target.turns import OwnerTurns
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class Calls:
         self._max_speculative_tokens = max_speculative_tokens
         self._loop = asyncio.get_running_loop()
         self._suffixes = itertools.count()
-        self._turns = Turns()
+        self._turns = OwnerTurns()
         self._streams: set[RouterStream] = set()
         self._running: dict[str, tuple[RouterStream, int, CallTrace | None]] = {}  # by the request's ID in the engine
         self.is_draining = False

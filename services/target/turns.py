@@ -1,45 +1,46 @@
 """Turns of the owners of requests at a target.
 
-Engines serve waiting requests by a number, the lowest first. Here it is the work under way that comes before a request
-in its owner's order: an owner with little of it comes before one with much. This follows the start tags of start-time
-fair queueing (Goyal and others, 1996). The number is coarse, as prompts with the same number share a step's room, and
-short ones then do not wait for long ones.
+Engines start waiting requests in the order of a number, the lowest first. Here the number grows with the tokens of the
+owner's earlier requests that have not ended: the next request of a busy owner starts after the first one of another.
+This follows the start tags of start-time fair queueing (Goyal and others, 1996), on a logarithmic scale: prompts in
+one turn share a step, so short ones do not wait for long ones.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 
-_TURN_TOKENS = 1024  # work of an owner within which its requests do not wait for those of others
+_TURN_TOKENS = 1024  # the first turn of an owner, in tokens; each further one is as large as all before it
+_PRIORITY_BITS = 32  # the lower bits of a number order the requests of one turn
 
 
-class Turns:
+class OwnerTurns:
     def __init__(self) -> None:
-        self._work: dict[bytes, Counter[int]] = {}  # tokens of each owner's requests, by their priorities
+        # Tokens of each owner's requests: those with a negative priority, with 0, and with a positive one.
+        self._work: dict[bytes, Counter[int]] = {}
         self._entered: dict[str, tuple[bytes, int, int]] = {}
 
     def enter(self, request_id: str, owner: bytes, priority: int, num_tokens: int) -> int:
-        """Returns the number for a request of `owner` with `num_tokens` tokens.
+        """Returns the number of a request with `num_tokens` tokens, which lasts until `leave`.
 
-        `priority` orders an owner's own requests; without an owner it is the number itself.
+        `priority` (a signed 32-bit integer) orders the requests of a turn. Without an owner it is the turn itself.
         """
         if not owner:
-            return priority
+            return priority << _PRIORITY_BITS
+        level = (priority > 0) - (priority < 0)
         work = self._work.setdefault(owner, Counter())
-        before = sum(tokens for other, tokens in work.items() if other <= priority)
-        work[priority] += num_tokens
-        self._entered[request_id] = owner, priority, num_tokens
-        return (before // _TURN_TOKENS).bit_length()
+        before = sum(tokens for other, tokens in work.items() if other <= level)
+        work[level] += num_tokens
+        self._entered[request_id] = owner, level, num_tokens
+        return ((before // _TURN_TOKENS).bit_length() << _PRIORITY_BITS) + priority
 
     def leave(self, request_id: str) -> None:
         """Ends the work of a request, if it has entered."""
         entered = self._entered.pop(request_id, None)
         if entered is None:
             return
-        owner, priority, num_tokens = entered
+        owner, level, num_tokens = entered
         work = self._work[owner]
-        work[priority] -= num_tokens
-        if not work[priority]:
-            del work[priority]
-        if not work:
+        work[level] -= num_tokens
+        if not +work:
             del self._work[owner]

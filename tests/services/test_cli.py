@@ -196,13 +196,14 @@ def test_an_unusable_setting_is_one_line_and_code_2(capsys: pytest.CaptureFixtur
         (["serve", "--model", "x"], "did you mean --target or --draft?"),
         (["serve", "--target.max-model-len=100"], "did you mean --target.max_model_len?"),
         (["serve", "--block-size", "16"], "did you mean --target.block_size or --draft.block_size?"),
-        (["serve", "--api-key", "x"], "write NAME:KEY in a file, and set --router.api_keys_file FILE"),
+        (["serve", "--api-key", "sk-secret"], "write NAME:KEY in a file, and set --router.api_keys_file FILE"),
         (["serve", "--root-path", "/x"], "let the proxy remove the prefix of the path (docs/OPERATING.md, Gateways)"),
         (["target", "--model", "x"], "did you mean --target.model or --draft.model?"),
         (["serve", "--prot", "1"], "did you mean --port?"),
         (["plan", "memory", "--target", "70B", "--draft", "7B", "--gpu", "4"], None),
         (["serve", "--zzz"], "see outrider serve --help"),
         (["serve", "model", "another"], "see outrider serve --help"),
+        (["serve", "--api-key=sk-secret"], "write NAME:KEY in a file, and set --router.api_keys_file FILE"),
     ],
 )
 def test_an_unknown_option_is_an_error_of_its_command_and_names_the_nearest(
@@ -214,6 +215,7 @@ def test_an_unknown_option_is_an_error_of_its_command_and_names_the_nearest(
     said = capsys.readouterr().err
     command = "outrider plan memory" if arguments[0] == "plan" else f"outrider {arguments[0]}"
     assert said.startswith(f"usage: {command} ")
+    assert "secret" not in said
     assert hint is None or said.endswith(f"; {hint}\n")
 
 
@@ -335,3 +337,15 @@ def test_a_cluster_that_does_not_come_up_is_one_line_and_code_2(
     monkeypatch.setattr(cli, "COMMANDS", [replace(command, run=examine) for command in cli.COMMANDS])
     assert cli.main(["doctor"]) == 2
     assert capsys.readouterr().err == "outrider doctor: not ready after 600 s\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["a/model", "--target", "b/model"], "name two models"),
+        (["--served-model-name", "llama", "meta-llama/Llama-3.1-8B"], "write MODEL before it"),
+    ],
+)
+def test_a_model_is_given_once(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", *arguments]) == 2
+    assert said in capsys.readouterr().err

@@ -108,7 +108,6 @@ BAD_BODIES: list[tuple[str, bytes, int]] = [
     ("malformed JSON", b'{"prompt": "x"', 400),
     ("not an object", b"[1, 2]", 400),
     ("invalid UTF-8", b'{"prompt": "\xff\xfe"}', 400),
-    ("lone surrogate", b'{"prompt": "\\ud800"}', 400),
     ("NaN", b'{"prompt": "x", "temperature": NaN}', 400),
     ("temperature as text", b'{"prompt": "x", "temperature": "0.5"}', 400),
     ("empty prompt", b'{"prompt": ""}', 400),

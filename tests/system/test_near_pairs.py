@@ -23,6 +23,10 @@ def test_the_tokens_are_those_without_speculation(tmp_path_factory: pytest.TempP
         plain = complete_all(running.url, cases, num_speculative_tokens=0)
         for k in (1, 6):
             assert complete_all(running.url, cases, num_speculative_tokens=k) == plain
+        for _ in range(5):  # on a busy machine short answers may end before a draft arrives
+            if read_counters(f"{running.url}/metrics")["vllm:spec_decode_num_accepted_tokens_total"]:
+                break
+            assert complete_all(running.url, cases, num_speculative_tokens=6) == plain
         assert read_counters(f"{running.url}/metrics")["vllm:spec_decode_num_accepted_tokens_total"] > 0
         coverage = read_counters(running.drafts[0].metrics_url)["outrider_draft_vocabulary_coverage"]
         assert 0.5 < coverage < 1.0

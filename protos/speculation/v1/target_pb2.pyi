@@ -512,8 +512,8 @@ class GenerateRequest(_message.Message):
     conversation: _builtins.bytes
     """the same for all turns of a conversation; empty: unknown"""
     owner: _builtins.bytes
-    """Who uses its turns at the target. Owners have equal turns, and `priority` orders an owner's own requests. Empty:
-    nobody; `priority` then orders it among all requests.
+    """Whose turns at the target it uses. `priority` then orders the requests of a turn. Empty: `priority` orders it among
+    all requests.
     """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...

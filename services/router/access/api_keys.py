@@ -36,7 +36,9 @@ _SHORT_KEY = 16  # characters; a shorter one can be guessed
 class KeyAttributes:
     """Attributes of the keys of one name."""
 
-    priority: Literal["own", "all"] = "own"  # the requests among which `priority` orders theirs
+    priority: Literal["own", "all"] = (
+        "own"  # own: `priority` orders requests of a turn; all: it is their turn at targets
+    )
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> KeyAttributes:

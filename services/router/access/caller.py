@@ -22,7 +22,7 @@ class Caller:
 
     @property
     def owner(self) -> bytes:
-        """Returns the owner of its turns at targets, who are not told its name; b"": nobody in particular."""
+        """A hash of the key's name, by which targets share fairly; b"" without keys or with priority=all."""
         return b"" if self.has_priority or not self.name else hashlib.sha256(self.name.encode()).digest()[:8]
 
     @property

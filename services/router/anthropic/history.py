@@ -22,7 +22,7 @@ from services.router.errors import warn_of
 _ROLES = ("user", "assistant", "system")
 # Types of blocks that only one role may have.
 _OWNERS = {"tool_result": "user", "tool_use": "assistant", "thinking": "assistant", "redacted_thinking": "assistant"}
-# Types of blocks that the model cannot read, unless they have text, although the answer depends on them.
+# Types of blocks that a text stands for, as the answer depends on them. Other unknown ones are left out.
 _MEDIA = frozenset({"image", "document", "container_upload"})
 _EMPTY_ERROR = "Error"  # text of a failed tool result that has none
 
@@ -142,7 +142,7 @@ class _Conversation:
         check_number(content, where, MAX_PARTS)
         parts = []
         for index, block in enumerate(content):
-            if isinstance(block, dict) and block.get("type") not in (None, "text"):
+            if isinstance(block, dict) and isinstance(kind := block.get("type"), str) and kind != "text":
                 parts += self._other_parts(block, f"{where}[{index}]", is_new=False)
             else:
                 parts.append(_text_part(block, f"{where}[{index}]"))
@@ -155,9 +155,12 @@ class _Conversation:
         if kind == "search_result":
             return [*_labels(block, "title", "source"), *self._inner_parts(block.get("content"), where)]
         if kind == "document" and isinstance(source, dict) and source.get("type") == "text":
-            return [*_labels(block, "title", "context"), {"type": "text", "text": _string(source, "data", where)}]
+            return [
+                *_labels(block, "title", "context"),
+                {"type": "text", "text": _string(source, "data", f"{where}.source")},
+            ]
         if kind == "document" and isinstance(source, dict) and source.get("type") == "content":
-            return [*_labels(block, "title", "context"), *self._inner_parts(source.get("content"), where)]
+            return [*_labels(block, "title", "context"), *self._inner_parts(source.get("content"), f"{where}.source")]
         if kind == "tool_reference":
             return [{"type": "text", "text": f"The tool {_string(block, 'tool_name', where)} is available."}]
         self.left_out.add(kind)

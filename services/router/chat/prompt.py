@@ -113,7 +113,7 @@ def render(template: ChatTemplate, conversation: Conversation, stand_ins: Collec
     try:
         text = rendered(messages)
     except InvalidRequestError:
-        if all(message["role"] != "system" for message in messages[1:]):
+        if all(message["role"] != "system" for message in messages[1:]) or conversation.continue_final_message:
             raise
         text = rendered(_with_one_system_message(messages))
     text = unescape(text, stand_ins)

@@ -8,4 +8,4 @@ from __future__ import annotations
 from contextvars import ContextVar
 
 current_key: ContextVar[str | None] = ContextVar("current_key", default=None)
-"""Its name; None: the router has no keys."""
+"""The name of the key; None: the router has no keys."""

@@ -1,4 +1,4 @@
-"""Threads that keys use in turns."""
+"""A pool of threads that API keys share fairly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Work = tuple[Future[Any], Callable[[], Any]]
 class _Owner:
     waiting: deque[_Work] = field(default_factory=deque)
     num_running: int = 0
-    seconds: float = 0.0  # virtual time: what its work took, or the least of the others when it came back
+    seconds: float = 0.0  # its virtual time: begins at the least of the others, grows by the time of its work
 
 
 class FairThreads:
@@ -36,7 +36,7 @@ class FairThreads:
         self._owners: dict[str | None, _Owner] = {}  # those with work
 
     def submit(self, name: str | None, work: Callable[[], T]) -> Future[T]:
-        """Returns the future of `work`. `name`: its owner; None: nobody in particular, who may have all threads."""
+        """Returns the future of `work`. `name`: its owner; None: no key, whose work may use all threads."""
         future: Future[T] = Future()
         with self._lock:
             if name not in self._owners:

@@ -17,7 +17,8 @@ MAX_ITEMS = 1_200_000  # items of all lists and objects together: a request may 
 
 
 # An escape in a string; its group is an escape of a surrogate without its other half.
-_ESCAPE = re.compile(rb"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|(\\u[dD][89a-fA-F]..)|\\.", re.DOTALL)
+_HALF = rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}"
+_ESCAPE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(" + _HALF + rb")|\\.", re.DOTALL)
 
 
 class TooManyValuesError(ValueError):
@@ -43,6 +44,8 @@ def parse_json(text: bytes) -> Any:
 
 def without_halves(text: bytes) -> bytes:
     """Returns a JSON text with U+FFFD in place of escapes of lone surrogates."""
+    if re.search(_HALF, text) is None:
+        return text
     return _ESCAPE.sub(lambda found: rb"\ufffd" if found[1] else found[0], text)
 
 

@@ -117,7 +117,7 @@ OPERATIONS: tuple[Operation, ...] = (
         error="AnthropicError",
     ),
     Operation("GET", "/v1/models", "The model, its other names and its adapters", "ModelList"),
-    Operation("GET", "/v1/models/{model}", "The one model", "Model", errors=(404, 500)),
+    Operation("GET", "/v1/models/{model}", "The model or adapter with a name", "Model", errors=(404, 500)),
     Operation(
         "POST",
         INPUT_TOKENS_PATH,

@@ -33,6 +33,7 @@ class Tool:
     name: str
     parameters: Schema  # JSON schema of an object
     definition: Mapping[str, Any]  # in the form that templates take
+    where: str = "tools"  # its place in the request
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,9 @@ def _tool(value: Mapping[str, Any], where: str) -> Tool:
     if parameters is not None:
         _check_schema(parameters, f"{where}.function.parameters")
     shown = {field: item for field, item in function.items() if field != "strict" and item is not None}
-    return Tool(name, NO_PARAMETERS if parameters is None else parameters, {"type": "function", "function": shown})
+    return Tool(
+        name, NO_PARAMETERS if parameters is None else parameters, {"type": "function", "function": shown}, where
+    )
 
 
 def _check_schema(schema: object, where: str) -> None:
@@ -124,7 +127,7 @@ def _depth(value: object) -> int:
 
 
 def to_tool_choice(value: object) -> ToolChoice:
-    """Returns a request's `tool_choice`, in the form of any of OpenAI's and Anthropic's APIs.
+    """Returns a request's `tool_choice`, in any form of OpenAI's APIs.
 
     Raises ValueError if it is invalid.
     """
@@ -188,27 +191,25 @@ def tool_grammar(choice: ToolChoice, tools: Sequence[Tool], *, parallel: bool) -
     "parameters": ...}, with exactly one unless `parallel` is set. Raises InvalidRequestError if the parameters of a
     tool that may be called cannot be enforced.
     """
-    indices = {tool.name: index for index, tool in enumerate(tools)}
     if choice.mode == "named":
-        index = indices[choice.name]
-        return Grammar("json_schema", schema_text(_parameters(tools[index], index)))
+        (named,) = (tool for tool in tools if tool.name == choice.name)
+        return Grammar("json_schema", schema_text(_parameters(named)))
     if choice.mode != "required":
         return None
-    calls = [_call_schema(tool, indices[tool.name]) for tool in choice.offered(tools)]
+    calls = [_call_schema(tool) for tool in choice.offered(tools)]
     schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
     if not parallel:
         schema["maxItems"] = 1
     return Grammar("json_schema", schema_text(schema))
 
 
-def _parameters(tool: Tool, index: int) -> dict[str, Any]:
+def _parameters(tool: Tool) -> dict[str, Any]:
     """Returns the enforceable schema of the arguments of `tool`."""
-    name = f"tools[{index}].function.parameters"
-    return enforceable_schema({"type": "object", **tool.parameters}, name)
+    return enforceable_schema({"type": "object", **tool.parameters}, f"{tool.where}.function.parameters")
 
 
-def _call_schema(tool: Tool, index: int) -> Schema:
-    return call_object({"const": tool.name}, "parameters", _parameters(tool, index))
+def _call_schema(tool: Tool) -> Schema:
+    return call_object({"const": tool.name}, "parameters", _parameters(tool))
 
 
 def call_object(names: Schema, argument_key: str, arguments: Schema) -> dict[str, Any]:

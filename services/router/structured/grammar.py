@@ -80,13 +80,14 @@ def _response_format(value: object) -> Grammar | None:
 
 def _described_schema(name: str, value: Mapping[str, Any]) -> object:
     """Returns the schema in `json_schema.schema`, or where clients write it instead, a level higher or lower."""
-    described = value if "schema" in value else value.get("json_schema")
+    described = value.get("json_schema") if value.get("schema") is None else value
     if not isinstance(described, Mapping):
         raise _refusal(name, "should be an object", described)
     schema = described.get("schema", described.get("json_schema"))
-    if schema is None:
-        schema = {key: part for key, part in described.items() if key not in ("name", "description", "strict")}
-    return schema or {"type": "object"}
+    if schema is not None:
+        return schema
+    bare = {key: part for key, part in described.items() if key not in ("name", "description", "strict", "schema")}
+    return bare or {"type": "object"}
 
 
 def _structured_outputs(value: object) -> Grammar:

@@ -162,6 +162,6 @@ def test_a_long_prompt_is_hashed_off_the_event_loop(router, monkeypatch, num_cha
         return make(*arguments, **options)
 
     monkeypatch.setattr(RoutingKey, "of", noting)
-    messages = [{"role": "user", "content": "a" * num_characters}]
-    router.client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1})
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "user": "a" * num_characters}
+    router.client.post("/v1/chat/completions", json=body)
     assert [name.startswith("large-work") for name in found] == [is_in_thread]

@@ -258,7 +258,7 @@ def test_a_template_that_an_operator_sets_must_work(
     file = tmp_path / "other.jinja"
     if source is not None:
         file.write_bytes(source)
-    with pytest.raises(ConfigurationError, match=said):
+    with pytest.raises(ConfigurationError, match=rf"router\.chat_template .*{said}"):
         new_router([target.address], chat_template=str(file))
 
 
@@ -273,11 +273,15 @@ def test_a_broken_template_refuses_only_chats(new_model: Callable[..., Model]) -
 def test_names_and_aliases(new_router: NewRouter, new_target: Callable[[], ScriptedTarget]) -> None:
     target = new_target()
     target.description.adapters["poet"] = "of poems"
-    router = new_router([target.address], served_model_name=["llama", "gpt-4o", "claude=llama", "muse=poet"])
+    router = new_router(
+        [target.address], served_model_name=["llama", "gpt-4o", "claude=llama", "muse=poet", "typo=lama"]
+    )
     wait_for_health(router)
     listed = router.client.get("/v1/models").json()
     assert [model["id"] for model in listed["data"]] == ["llama", "claude", "gpt-4o", "muse", "poet"]
     assert (listed["first_id"], listed["last_id"], listed["has_more"]) == ("llama", "poet", False)
+    parents = {model["id"]: model["parent"] for model in listed["data"]}
+    assert parents == {"llama": None, "claude": None, "gpt-4o": None, "muse": "llama", "poet": "llama"}
     for model in listed["data"]:
         assert model["max_model_len"] == model["context_length"] == 200
         assert (model["type"], model["display_name"]) == ("model", model["id"])
@@ -498,3 +502,68 @@ def test_a_choice_names_a_tool_of_a_namespace(model: Model, choice: dict[str, An
     response = send(model, "responses", [{"role": "user", "content": "look"}], tools=[namespace], tool_choice=choice)
     assert response.status_code == 200, response.text
     assert model.grammar is not None
+
+
+def test_warnings_are_bounded_after_they_are_escaped(model: Model) -> None:
+    response = send(model, "chat", [USER], **{chr(0x1F600) * 60 + str(index): 1 for index in range(5)})
+    assert response.status_code == 200, response.text
+    assert len(response.headers["x-outrider-warning"]) == 500
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        ({"json_schema": {"name": "a", "schema": {}}}, {}),
+        ({"json_schema": {"name": "a"}}, {"type": "object"}),
+        ({"schema": None, "json_schema": {"name": "a", "schema": SCHEMA}}, SCHEMA | {"additionalProperties": False}),
+    ],
+)
+def test_an_empty_schema_allows_anything(model: Model, form: dict[str, Any], expected: dict[str, Any]) -> None:
+    response = send(model, "chat", [USER], response_format={"type": "json_schema"} | form)
+    assert response.status_code == 200, response.text
+    assert model.grammar == expected
+
+
+@pytest.mark.parametrize("schema", [False, [], 5])
+def test_what_is_no_schema_is_refused(model: Model, schema: object) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    assert send(model, "chat", [USER], response_format=form).status_code == 400
+
+
+@pytest.mark.parametrize("text", [r'{"a": "\\ud8zz"}', r'{"a": "\\ud8"} "}', r'{"a": "\\ud83d'])
+def test_only_whole_escapes_are_replaced(shared_router: Router, text: str) -> None:
+    headers = {"content-type": "application/json"}
+    body = text.replace("\\\\", "\\").encode()
+    assert shared_router.client.post("/v1/completions", content=body, headers=headers).status_code == 400
+
+
+def test_a_tool_is_named_by_its_place_in_the_request(model: Model) -> None:
+    tools = [{"type": "web_search"}, *tools_of("chat", ["one"])]
+    tools[1]["function"]["parameters"]["properties"]["a"] = {"type": "string", "pattern": "(?=x)"}
+    response = send(model, "chat", [USER], tools=tools, tool_choice="required")
+    assert response.status_code == 400
+    assert "tools[1].function.parameters" in response.json()["error"]["message"]
+
+
+def test_a_continued_message_stays_at_the_end(new_model: Callable[..., Model]) -> None:
+    model = new_model(ONE_SYSTEM)
+    history = [{"role": "user", "content": "hi"}, {"role": "system", "content": "Be brief."}]
+    response = send(model, "chat", history, continue_final_message=True, add_generation_prompt=False)
+    assert response.status_code == 400
+
+
+@pytest.mark.parametrize("block", [{"type": 5}, {"type": ["a"]}, {}])
+def test_blocks_without_a_type_are_refused_in_results(model: Model, block: dict[str, Any]) -> None:
+    history = [{"role": "user", "content": "look"}, *result("messages", block)]
+    assert send(model, "messages", history).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("source", "place"),
+    [({"type": "text", "data": 5}, "source.data"), ({"type": "content", "content": []}, "source.content")],
+)
+def test_a_wrong_document_is_named(model: Model, source: dict[str, Any], place: str) -> None:
+    history = [{"role": "user", "content": [{"type": "document", "source": source}]}]
+    response = send(model, "messages", history)
+    assert response.status_code == 400
+    assert f"messages[0].content[0].{place}" in response.json()["error"]["message"]

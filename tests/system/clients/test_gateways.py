@@ -23,7 +23,7 @@ from tests.services.router.chat_model import USER, Model
 from tests.waiting import wait_until
 
 PAGE = Path(__file__).parents[3] / "docs" / "OPERATING.md"
-SILENCE_SECONDS = 1.5  # longer than the gateway's patience in these tests
+PATIENCE_SECONDS, SILENCE_SECONDS = 3, 4  # of the gateway in these tests, and of the target
 ENVOY = """
 static_resources:
   listeners:
@@ -34,7 +34,7 @@ static_resources:
         typed_config:
           "@type": type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager
           stat_prefix: gateway
-          stream_idle_timeout: 1s
+          stream_idle_timeout: PATIENCEs
           http_filters:
           - name: envoy.filters.http.router
             typed_config: {"@type": type.googleapis.com/envoy.extensions.filters.http.router.v3.Router}
@@ -87,7 +87,9 @@ def nginx(model: Model, folder: Path, port: int) -> Iterator[str]:
     program = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
     if program is None:
         pytest.skip("nginx is not installed (apt-get install nginx-light)")
-    recommended = snippet("nginx").replace("http://127.0.0.1:8000", model.router.url).replace("600s", "1s")
+    recommended = (
+        snippet("nginx").replace("http://127.0.0.1:8000", model.router.url).replace("600s", f"{PATIENCE_SECONDS}s")
+    )
     text = NGINX.replace("FOLDER", str(folder)).replace("PORT", str(port)).replace("SNIPPET", recommended)
     text = text.replace("USER", getpass.getuser())
     (folder / "nginx.conf").write_text(text)
@@ -103,6 +105,7 @@ def envoy(model: Model, folder: Path, port: int) -> Iterator[str]:
     recommended = "".join(f"              {line}\n" for line in snippet("yaml").splitlines())
     router_port = model.router.url.rpartition(":")[2]
     text = ENVOY.replace("PORT", str(port)).replace("ROUTER", router_port).replace("SNIPPET\n", recommended)
+    text = text.replace("PATIENCE", str(PATIENCE_SECONDS))
     (folder / "envoy.yaml").write_text(text)
     with running([program, "-c", f"{folder}/envoy.yaml", "--use-dynamic-base-id", "--log-level", "error"], port):
         yield f"http://127.0.0.1:{port}/llm"
