@@ -27,7 +27,8 @@ from cluster.config.file import load_config
 from services.launch.local import LocalCluster
 
 NUM_CHOICES = 32  # in flight at each neighbour
-_VICTIM = {"prompt": [70] * 100, "max_tokens": 30, "stream": True, "ignore_eos": True}
+_NUM_TOKENS = 30  # of an answer
+_VICTIM = {"prompt": [70] * 100, "max_tokens": _NUM_TOKENS, "stream": True, "ignore_eos": True}
 _MEGABYTES = 8 * 2**20 - 2**16
 _PRIVATE = "".join(map(chr, (*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE))))
 SETTINGS = (
@@ -55,7 +56,7 @@ def _json(value: Mapping[str, Any]) -> bytes:
 
 
 def _completion(**fields: Any) -> bytes:
-    return _json({"prompt": [71] * 100, "max_tokens": 30, "ignore_eos": True} | fields)
+    return _json({"prompt": [71] * 100, "max_tokens": _NUM_TOKENS, "ignore_eos": True} | fields)
 
 
 def _chat(content: object, **fields: Any) -> bytes:
@@ -107,7 +108,7 @@ def ask(client: httpx.Client, headers: Mapping[str, str]) -> tuple[float, float]
         for line in answer.iter_lines():
             if line.startswith("data: {"):
                 arrived.append(time.perf_counter())
-    return arrived[0] - began_at, (arrived[-1] - arrived[0]) / (_VICTIM["max_tokens"] - 1)  # type: ignore[operator]
+    return arrived[0] - began_at, (arrived[-1] - arrived[0]) / (_NUM_TOKENS - 1)
 
 
 @contextlib.contextmanager

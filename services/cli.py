@@ -115,7 +115,7 @@ _OF_VLLM = {
     "--api-key": "write NAME:KEY in a file, and set --router.api_keys_file FILE",
     "--root-path": "let the proxy remove the prefix of the path (docs/OPERATING.md, Gateways)",
 }
-"""What to write instead of options of `vllm serve`."""
+"""Instructions for options of `vllm serve` that have no counterpart here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,16 +347,10 @@ def _serve(arguments: argparse.Namespace) -> int:
     else:
         from services.launch.local import serve
 
-    mappings = [
-        f"{setting}={json.dumps(dict(pairs))}"
+    collected = [
+        f"{setting}={json.dumps(dict(values) if option.is_mapping else values)}"
         for option in SERVE_OPTIONS
-        if option.is_mapping and (pairs := getattr(arguments, option.destination))
-        for setting in option.settings
-    ]
-    lists = [
-        f"{setting}={json.dumps(values)}"
-        for option in SERVE_OPTIONS
-        if option.is_list and (values := getattr(arguments, option.destination))
+        if (option.is_mapping or option.is_list) and (values := getattr(arguments, option.destination))
         for setting in option.settings
     ]
     model = [] if arguments.model is None else [f"target.model={arguments.model}"]
@@ -364,7 +358,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         raise ConfigurationError(f"MODEL {arguments.model} and --target name two models: give one of them")
     if not model and (names := arguments.served_model_name) and "/" in names[-1]:
         raise ConfigurationError(f"--served-model-name takes {names[-1]} as a name: write MODEL before it, or --target")
-    arguments.overrides = [*mappings, *lists, *arguments.overrides, *model]
+    arguments.overrides = [*collected, *arguments.overrides, *model]
     config = _load(arguments)
     if arguments.open and not config.router.has_page:
         raise ConfigurationError("--open: there is no page to open, as router.page is off")

@@ -41,7 +41,7 @@ from services.router.api.sampling_defaults import sampling_defaults
 from services.router.chat.endpoint import ChatCompletions
 from services.router.chat.prompt import ChatPrompts
 from services.router.chat.readers import Readers
-from services.router.chat.template import ChatTemplate, special_tokens_of
+from services.router.chat.template import ChatTemplate
 from services.router.chat.tokens import TOKEN_PATHS, Tokens
 from services.router.errors import error_handlers
 from services.router.http.middleware import Admission, RequestIds
@@ -197,7 +197,7 @@ def _chat_template(file: str | None, folder: Path) -> tuple[ChatTemplate | None,
         except (OSError, ValueError) as error:
             raise ConfigurationError(f"router.chat_template {file} cannot be read: {error}") from error
         try:
-            return ChatTemplate(source, special_tokens_of(folder)), None
+            return ChatTemplate.from_folder(folder, source), None
         except ConfigurationError as error:
             raise ConfigurationError(f"router.chat_template {file}: {error}") from error
     try:

@@ -2,7 +2,7 @@
 
     # name:key, or name:sha256:hex, so that the file does not contain the key itself; then attributes of the name
     alice:sk-5f1d...
-    batch:sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08 priority=all
+    oncall:sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08 priority=all
 
 A name may have several keys, for example an old and a new one during a rotation; they share the limits of the name.
 Only the SHA-256 of each key is kept in memory, and no message quotes a key.
@@ -36,9 +36,8 @@ _SHORT_KEY = 16  # characters; a shorter one can be guessed
 class KeyAttributes:
     """Attributes of the keys of one name."""
 
-    priority: Literal["own", "all"] = (
-        "own"  # own: `priority` orders requests of a turn; all: it is their turn at targets
-    )
+    # own: the `priority` of requests orders those of a turn; all: it is their turn at targets.
+    priority: Literal["own", "all"] = "own"
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> KeyAttributes:

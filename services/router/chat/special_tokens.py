@@ -27,8 +27,6 @@ Run = Sequence[str]
 
 # Characters without a meaning, which serve as stand-ins; those with the shortest JSON escapes come first.
 _PRIVATE_USE = (*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE), *range(0x100000, 0x10FFFE))
-
-
 _ESCAPES = re.compile(r"\\u[0-9a-f]{4}")  # in JSON; characters beyond 0xFFFF have two
 
 
@@ -60,7 +58,7 @@ class SpecialTokenGuard:
         free = (
             character
             for character in map(chr, _PRIVATE_USE)
-            if character not in taken and _ESCAPES.findall(_escape(character))[0] not in escaped
+            if character not in taken and _escape(character)[:6] not in escaped
         )
         stand_ins: dict[str, str] = {}
 

@@ -65,13 +65,15 @@ class ChatTemplate:
         return self._with_tools if has_tools else self
 
     @classmethod
-    def from_folder(cls, folder: Path) -> ChatTemplate | None:
-        """Returns the template of a model folder; None if it has none.
+    def from_folder(cls, folder: Path, source: str | None = None) -> ChatTemplate | None:
+        """Returns the template of a model folder, or that in `source` with the folder's tokens; None if it has none.
 
         Reads `chat_template.jinja`, or else `tokenizer_config.json`. Either may come with a second one for tools.
         """
         config = _tokenizer_config(folder)
         tokens, sources = _special_tokens(config), _templates_in(config)
+        if source is not None:
+            return cls(source, tokens)
         for name, path in ((_DEFAULT, "chat_template.jinja"), (_FOR_TOOLS, "additional_chat_templates/tool_use.jinja")):
             file = folder / path
             if file.is_file():
@@ -105,11 +107,6 @@ class ChatTemplate:
             raise InvalidRequestError(
                 f"messages do not fit the model's chat template: {error or type(error).__name__}", param="messages"
             ) from error
-
-
-def special_tokens_of(folder: Path) -> dict[str, str]:
-    """Returns the special tokens that templates may write: `bos_token`, `eos_token` and so on, by name."""
-    return _special_tokens(_tokenizer_config(folder))
 
 
 def _tokenizer_config(folder: Path) -> dict[str, Any]:
