@@ -43,10 +43,13 @@ _BASES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "def main(", "max_tokens": 8},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi <|im_end|>"}], "max_tokens": 8},
     "/v1/responses": {"input": "hi", "max_output_tokens": 8},
+    "/v1/responses/input_tokens": {"input": "hi"},
     "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8},
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "hi"}]},
     "/tokenize": {"prompt": "def main("},
+    "/v1/tokenize": {"prompt": "def main("},
     "/detokenize": {"tokens": [5, 6, 7]},
+    "/v1/detokenize": {"tokens": [5, 6, 7]},
 }
 _GRAMMARS: tuple[Any, ...] = (
     *({"regex": regex} for regex in ("[a-z]+", "(a|b)*c", "((((a*)*)*)*)*b", "(", "\\", ".{0,50}", "a{3}", "(?=a)")),
@@ -98,6 +101,8 @@ class Calls:
     """Makes calls from the document, in a thread of its own, until it is closed."""
 
     def __init__(self, document: dict[str, Any], seed: int) -> None:
+        taking_bodies = {path for path, item in document["paths"].items() if "requestBody" in item.get("post", {})}
+        assert taking_bodies == _BASES.keys(), "each path that takes a body needs a request that works"
         self._schema = schemathesis.openapi.from_dict(document)
         self._made: queue.Queue[Call] = queue.Queue(64)
         self._seed = seed
