@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import bisect
-import itertools
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Generic, TypeVar
 
 from cluster.engine.batch import Segment
 from cluster.engine.blocks import BlockManager
+from cluster.engine.fair_queue import FairQueue
 from cluster.engine.limits import StepLimits
 from cluster.engine.prompt_pace import PromptPace, PromptPart
 from cluster.engine.sequence import Sequence
@@ -19,6 +21,8 @@ from cluster.telemetry.metrics import Reading
 
 # Share of the blocks that admission reserves for the growth of running sequences.
 _WATERMARK = 0.01
+# Tokens of an owner's prompts in the first turn (`_in_turns`): shorter prompts are computed in a step or two anyway.
+_TURN_TOKENS = 1024
 
 SequenceT = TypeVar("SequenceT", bound=Sequence)
 
@@ -94,23 +98,24 @@ class ScheduledSequence(Generic[SequenceT]):
 
 
 class Scheduler(Generic[SequenceT]):
-    """Schedules first come, first served within a priority. Allocates blocks as sequences grow.
+    """Schedules the owners' sequences fairly (`FairQueue`). Allocates blocks as sequences grow.
 
     A sequence is admitted if there are blocks for its present tokens. When blocks run out, admission waits first. Then
-    drafts are dropped. Then the youngest sequence of the lowest priority is preempted: it gives its blocks back, and
-    waits before all others of its priority until it is computed again. Its output stays the same, because its noise
-    depends only on positions.
+    drafts are dropped. Then the last sequence of the owner with the most is preempted: it gives its blocks back, and
+    waits before the owner's others of its priority until it is computed again. Its output stays the same, because its
+    noise depends only on positions.
 
     A step may be scheduled before the previous one has ended. The tokens of the previous step are then unread.
 
-    `running` and `waiting` are each ordered by priority, and within a priority by arrival.
+    `running` is ordered by urgency, and within it by admission.
     """
 
     def __init__(self, blocks: BlockManager, limits: StepLimits, max_scored_tokens: int = sys.maxsize) -> None:
         """`max_scored_tokens`: maximum tokens per step of a scored prompt, because all of these need logits."""
         # Every decoding sequence has a row in every step.
         assert limits.max_num_batched_tokens >= limits.max_num_seqs
-        self.waiting: list[SequenceT] = []
+        num_kv_tokens = blocks.num_blocks * blocks.block_size
+        self.waiting: FairQueue[SequenceT] = FairQueue(attrgetter("owner"), limits.max_num_seqs, num_kv_tokens)
         self.running: list[SequenceT] = []
         self.num_preemptions = 0
         self.pace = PromptPace(limits.max_prefill_seconds, limits.max_num_batched_tokens)
@@ -126,30 +131,40 @@ class Scheduler(Generic[SequenceT]):
     def add(self, sequence: SequenceT) -> None:
         """Queues `sequence`, which must fit, for admission."""
         assert self.fits(sequence.max_len)
-        _insert(self.waiting, sequence)
+        self.waiting.add(sequence)
 
     def admit(self) -> list[SequenceT]:
-        """Moves waiting sequences to `running` while there is room. Returns the admitted sequences."""
+        """Moves waiting sequences to `running` while there is room, or others make some. Returns the admitted ones."""
         admitted: list[SequenceT] = []
-        while self.waiting and len(self.running) < self._limits.max_num_seqs:
-            sequence = self.waiting[0]
-            # A sequence that runs alone may use the whole cache.
-            reserve = self._watermark if self.running else 0
-            allocated = self._blocks.allocate_for(
-                sequence.token_ids,
-                len(sequence.token_ids),
-                reserve=reserve,
-                root=sequence.cache_root,
-                uses_cache=not sequence.is_scoring,  # cached tokens have no logits
-            )
-            if allocated is None:
+        preempted: list[SequenceT] = []  # a step that has not ended may still have a part of them
+        while self.waiting and (sequence := self.waiting.first(self.running)) not in preempted:
+            if self._allocate(sequence):
+                bisect.insort_right(self.running, self.waiting.pop(self.running), key=self.waiting.urgency)
+                admitted.append(sequence)
+            elif (yielding := self.waiting.who_yields(self.running)) is not None:
+                self._preempt(yielding)
+                preempted.append(yielding)
+            else:
                 break
-            sequence.block_table, sequence.num_computed_tokens = allocated
-            if sequence.num_cached_tokens is None:
-                sequence.num_cached_tokens = sequence.num_computed_tokens
-            _insert(self.running, self.waiting.pop(0))
-            admitted.append(sequence)
-        return admitted
+        return [sequence for sequence in admitted if sequence not in preempted]
+
+    def _allocate(self, sequence: SequenceT) -> bool:
+        """Gives `sequence` its blocks. Returns False if there is no place or there are too few blocks."""
+        if len(self.running) >= self._limits.max_num_seqs:
+            return False
+        allocated = self._blocks.allocate_for(
+            sequence.token_ids,
+            len(sequence.token_ids),
+            reserve=self._watermark if self.running else 0,  # a sequence that runs alone may use the whole cache
+            root=sequence.cache_root,
+            uses_cache=not sequence.is_scoring,  # cached tokens have no logits
+        )
+        if allocated is None:
+            return False
+        sequence.block_table, sequence.num_computed_tokens = allocated
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = sequence.num_computed_tokens
+        return True
 
     def remove(self, *sequences: SequenceT) -> None:
         """Removes `sequences`, running or waiting, in one pass, because there may be thousands."""
@@ -158,11 +173,8 @@ class Scheduler(Generic[SequenceT]):
         for sequence in running:
             self.running.remove(sequence)
             self._blocks.free(sequence.block_table)
-        if len(running) < len(gone):
-            num_left = len(self.waiting) + len(running) - len(gone)
-            self.waiting = [sequence for sequence in self.waiting if sequence not in gone]
-            if len(self.waiting) != num_left:
-                raise ValueError("the sequence to remove is neither running nor waiting")
+        if len(running) < len(gone) and self.waiting.remove(gone) + len(running) != len(gone):
+            raise ValueError("the sequence to remove is neither running nor waiting")
 
     def schedule(
         self, drafts_of: Callable[[SequenceT], Drafts], postponed: Collection[SequenceT] = ()
@@ -173,8 +185,7 @@ class Scheduler(Generic[SequenceT]):
         for each part or removes the part's sequence. Sequences in `postponed` do not decode in this step.
 
         `drafts_of` returns the drafts of a sequence that have arrived. While prompts wait, drafts get at most half of
-        the remaining budget, so that drafts cannot starve prefill. `pace` divides the rest among the prompts; prompts
-        of a higher priority come first.
+        the remaining budget, so that drafts cannot starve prefill. `pace` divides the rest among the prompts of a turn.
         """
         may_grow = self._make_room()
         decoding = [(s, drafts_of(s)) for s in self.running if not (s.is_prefilling or s.will_end or s in postponed)]
@@ -190,8 +201,7 @@ class Scheduler(Generic[SequenceT]):
             budget -= len(drafts)
             step.append(_schedule(sequence, 1, drafts))
         seconds = self.pace.budget(is_alone=len(prefilling) == 1 and not step)
-        for _, group in itertools.groupby(prefilling, key=_priority):
-            sequences = list(group)
+        for sequences in self._in_turns(prefilling):
             prompts = [PromptPart(self._longest_chunk(s), s.num_computed_tokens) for s in sequences]
             chunks = self.pace.share(prompts, budget, seconds)
             budget -= sum(chunks)
@@ -221,6 +231,20 @@ class Scheduler(Generic[SequenceT]):
         preempted = "Sequences preempted because blocks were missing."
         yield Reading("vllm:num_preemptions", preempted, self.num_preemptions, is_counter=True)
 
+    def _in_turns(self, prefilling: list[SequenceT]) -> Iterator[list[SequenceT]]:
+        """Yields the prompts of each turn; those of the next one get what is left of the budget.
+
+        An owner's first tokens are in the first turn, and each further turn has as many as all before it, so that
+        neither long prompts nor many prompts of one owner make a short one of another owner wait.
+        """
+        turns: defaultdict[tuple[int, int, int], list[SequenceT]] = defaultdict(list)
+        num_before: Counter[bytes] = Counter()
+        for sequence in sorted(prefilling, key=attrgetter("priority")):
+            turn = (num_before[sequence.owner] // _TURN_TOKENS).bit_length() if sequence.owner else 0
+            turns[self.waiting.urgency(sequence), turn, sequence.priority].append(sequence)
+            num_before[sequence.owner] += sequence.num_tokens - sequence.num_computed_tokens
+        yield from (turns[key] for key in sorted(turns))
+
     def _longest_chunk(self, sequence: Sequence) -> int:
         num_left = len(sequence.token_ids) - sequence.num_computed_tokens
         return min(num_left, self._max_scored_tokens) if sequence.is_scoring else num_left
@@ -242,7 +266,9 @@ class Scheduler(Generic[SequenceT]):
                 for other in self.running:
                     self._blocks.shrink(other.block_table, other.num_tokens)
             else:
-                self._preempt_youngest()
+                last = self.waiting.last(self.running)
+                index -= self.running.index(last) < index
+                self._preempt(last)
         return not is_short
 
     def _place(self, drafts: Drafts, sequence: Sequence, *, may_grow: bool) -> Drafts:
@@ -255,12 +281,12 @@ class Scheduler(Generic[SequenceT]):
         blocks.grow(sequence.block_table, length + len(drafts))
         return drafts
 
-    def _preempt_youngest(self) -> None:
-        sequence = self.running.pop()
+    def _preempt(self, sequence: SequenceT) -> None:
+        self.running.remove(sequence)
         self._blocks.free(sequence.block_table)
         sequence.num_computed_tokens = 0
         sequence.num_preemptions += 1
-        bisect.insort_left(self.waiting, sequence, key=_priority)
+        self.waiting.add(sequence, is_first=True)
         self.num_preemptions += 1
 
 
@@ -277,12 +303,3 @@ def _schedule(sequence: SequenceT, num_new_tokens: int, drafts: Drafts) -> Sched
     sequence.num_computed_tokens += num_new_tokens + len(drafts)
     sequence.num_unread_tokens += part.num_choices
     return part
-
-
-def _priority(sequence: Sequence) -> int:
-    return sequence.priority
-
-
-def _insert(sequences: list[SequenceT], sequence: SequenceT) -> None:
-    """Inserts `sequence` after those of higher or equal priority."""
-    bisect.insort_right(sequences, sequence, key=_priority)

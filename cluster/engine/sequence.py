@@ -32,7 +32,8 @@ class Sequence:
     max_len: int  # prompt and generated tokens at most
     end_token_ids: frozenset[int]  # each of them ends the sequence
     max_drafts: int  # per round
-    priority: int = 0  # the waiting sequence with the lowest value goes first
+    priority: int = 0  # of an owner's waiting sequences the one with the lowest value goes first
+    owner: bytes = b""  # who shares the target fairly with other owners; b"": unknown
     cache_root: bytes | None = None  # KV is shared only between sequences with the same root
     first_unscored: int | None = None  # first prompt token that is not scored yet; None: prompt tokens are not scored
     num_computed_tokens: int = 0

@@ -56,7 +56,8 @@ class GenerationRequest:
     grammar: CompiledGrammar | None = None  # compiled from `constraints`
     num_logprobs: int | None = None  # likeliest tokens to report for each generated token; None: no log-probabilities
     num_prompt_logprobs: int | None = None  # the same for the prompt's tokens
-    priority: int = 0  # the waiting request with the lowest value goes first
+    priority: int = 0  # of an owner's waiting requests the one with the lowest value goes first
+    owner: bytes = b""  # who shares the target fairly with other owners; b"": unknown
     cache_salt: str = ""  # KV is shared only between requests with the same salt
     adapter: str = ""  # LoRA; "": none
     adapter_fingerprint: str = ""  # fingerprint of the adapter's contents; "": any contents

@@ -41,6 +41,7 @@ class Generation(engine.Sequence):
             end_token_ids=end_token_ids,
             max_drafts=max_drafts if asked is None else asked,
             priority=request.priority,
+            owner=request.owner,
             cache_root=request.cache_root or None,
             first_unscored=None if request.num_prompt_logprobs is None else 1,
             constraint=TokenConstraint.of(

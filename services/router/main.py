@@ -18,7 +18,7 @@ from cluster.config import Config
 from cluster.config.router import RouterConfig
 from cluster.config.types import is_loopback
 from cluster.errors import cannot_listen
-from cluster.interpreter import keep_collections_short
+from cluster.interpreter import keep_collections_short, switch_threads_soon
 from services.addresses import warn_of_unknown_hosts
 from services.router.app import create_app
 from services.router.http.certificate import HttpsCertificate
@@ -67,6 +67,7 @@ def run(config: Config) -> int:
         logger.info("admin endpoints at %s, port %d", *admin.listener.getsockname()[:2])
     warn_of_open_doors(config)
     keep_collections_short()
+    switch_threads_soon()
     server.run(sockets=[listener])
     return 0 if server.started else 1
 

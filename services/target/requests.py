@@ -71,6 +71,7 @@ def to_engine(
         num_logprobs=request.num_logprobs if request.HasField("num_logprobs") else None,
         num_prompt_logprobs=request.num_prompt_logprobs if request.HasField("num_prompt_logprobs") else None,
         priority=request.priority,
+        owner=request.owner[:MAX_KEY_BYTES],
         cache_salt=request.cache_salt,
         adapter=request.adapter,
         adapter_fingerprint=request.adapter_fingerprint,

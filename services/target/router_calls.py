@@ -19,7 +19,6 @@ from cluster.wire.replies import UNFINISHED, CallReply, RoundCounts
 from protos.speculation.v1 import target_pb2
 from services.target.requests import to_engine
 from services.target.tracing import CallTrace, trace_call
-from services.target.turns import OwnerTurns
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +102,6 @@ class Calls:
         self._max_speculative_tokens = max_speculative_tokens
         self._loop = asyncio.get_running_loop()
         self._suffixes = itertools.count()
-        self._turns = OwnerTurns()
         self._streams: set[RouterStream] = set()
         self._running: dict[str, tuple[RouterStream, int, CallTrace | None]] = {}  # by the request's ID in the engine
         self.is_draining = False
@@ -147,19 +145,17 @@ class Calls:
         with self._failing(request_id, "request could not be started"):
             if self.is_draining:
                 raise UnavailableError("the target is shutting down")
-            num_tokens = self._let_wait(request_id, request)
+            self._let_wait(request_id, request)
             generation = to_engine(
                 request, request_id, self._target, self._max_speculative_tokens, is_traced=trace is not None
             )
-            turn = self._turns.enter(request_id, request.owner, request.priority, num_tokens)
-            generation = dataclasses.replace(generation, priority=turn)
             if generation.constraints.grammar is None:
                 self._target.submit(generation)
             else:
                 self._compiling[request_id] = asyncio.create_task(self._compile(generation))
 
-    def _let_wait(self, request_id: str, request: target_pb2.GenerateRequest) -> int:
-        """Returns the tokens that count for `request`. Raises OverloadedError if too many tokens wait already."""
+    def _let_wait(self, request_id: str, request: target_pb2.GenerateRequest) -> None:
+        """Counts the tokens of `request`. Raises OverloadedError if too many tokens wait already."""
         num_tokens = len(request.prompt_token_ids) + len(request.constraints.allowed_token_ids)
         num_tokens = max(num_tokens, _MIN_WAITING_TOKENS)
         waiting = self._num_waiting_tokens
@@ -167,7 +163,6 @@ class Calls:
             raise OverloadedError(f"sequences with {waiting} tokens are waiting already, of {self._max_waiting_tokens}")
         self._waiting[request_id] = num_tokens
         self._num_waiting_tokens += num_tokens
-        return num_tokens
 
     def _end_waiting(self, request_id: str) -> None:
         self._num_waiting_tokens -= self._waiting.pop(request_id, 0)
@@ -263,7 +258,6 @@ class Calls:
         if compiling is not None and compiling is not asyncio.current_task():
             compiling.cancel()
         self._end_waiting(request_id)
-        self._turns.leave(request_id)
         stream, call, trace = self._running.pop(request_id)
         del stream.running[call]
         error = error or stream.error

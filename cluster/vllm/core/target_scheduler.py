@@ -30,6 +30,7 @@ from cluster.telemetry.metrics import Reading, StepTime
 from cluster.vllm.channel import Endpoints, Failed, Outputs, Profiled, Status, VocabularyMessage, connect
 from cluster.vllm.constraints import RequestConstraints, is_constrained
 from cluster.vllm.core.device_rounds import DeviceRounds
+from cluster.vllm.core.owners_queue import OwnersQueue
 from cluster.vllm.core.pool_scheduler import PoolScheduler
 from cluster.vllm.core.profiling import ProfilingRounds
 from cluster.vllm.core.scheduler import EngineStep
@@ -73,6 +74,8 @@ class CoordinatedScheduler(PoolScheduler):
         assert isinstance(settings, CoreSettings)
         config, speculation = settings.config, settings.config.speculation
         setup_logging(f"{log_name('target')} engine", config.logging.level, config.logging.format)
+        num_kv_tokens = self.kv_cache_manager.block_pool.num_gpu_blocks * self.block_size
+        self.waiting = OwnersQueue(self.max_num_running_reqs, num_kv_tokens, lambda: self.running)
         self._heartbeat = Heartbeat()
         self._request_times = RequestTimes()
         self._num_committed_tokens = 0
@@ -100,6 +103,7 @@ class CoordinatedScheduler(PoolScheduler):
             self._num_cached_tokens.pop(request.request_id, None)
             self._request_times.ended(request.request_id, request.num_preemptions)
         self._ended.clear()
+        self._make_room()
         output = super().schedule(throttle_prefills)
         admitted_now = self.admitted(output)
         for new in admitted_now:
@@ -111,6 +115,20 @@ class CoordinatedScheduler(PoolScheduler):
         if traced := [extra_args[REQUEST_ID_KEY] for extra_args in admitted if TRACED_KEY in extra_args]:
             self._channel.send(Outputs([GenerationOutput.of_admission(request_id) for request_id in traced]))
         return output
+
+    def _make_room(self) -> None:
+        """Preempts requests of owners that yield, until there is room for the first request that waits."""
+        pool = self.kv_cache_manager.block_pool
+        while self.waiting:
+            has_place = len(self.running) < self.max_num_running_reqs
+            if has_place and pool.get_num_free_blocks() * self.block_size >= self.waiting.peek_request().num_tokens:
+                return
+            yielding = self.waiting.fair.who_yields(self.running)
+            if yielding is None or not self._request_blocks_can_be_freed(yielding):
+                return
+            self.running.remove(yielding)
+            self._preempt_request(yielding, time.monotonic())
+            self.prev_step_scheduled_req_ids.discard(yielding.request_id)  # if it resumes at once, it counts as resumed
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         outputs = super().update_from_output(scheduler_output, model_runner_output)

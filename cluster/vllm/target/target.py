@@ -53,6 +53,7 @@ from cluster.vllm.channel import (
 )
 from cluster.vllm.constraints import to_extra_args
 from cluster.vllm.core.device_rounds import TRIED_STEPS
+from cluster.vllm.core.owners_queue import OWNER_KEY
 from cluster.vllm.core.profiling import STEPS
 from cluster.vllm.core.target_scheduler import ASYNC_SCHEDULER, REQUEST_ID_KEY, SCHEDULER, TRACED_KEY, CoreSettings
 from cluster.vllm.coupling import Coupling, fields_of
@@ -385,7 +386,9 @@ class VllmTarget(Target):
         end_token_ids = request.end_token_ids(self.model)
         grammar = None if request.grammar is None else request.grammar.written
         constraints = to_extra_args(request.constraints, end_token_ids, grammar)
-        ours = {REQUEST_ID_KEY: request.request_id} | ({TRACED_KEY: True} if request.is_traced else {})
+        ours: dict[str, Any] = {REQUEST_ID_KEY: request.request_id, OWNER_KEY: request.owner}
+        if request.is_traced:
+            ours[TRACED_KEY] = True
         return VllmSamplingParams(
             **values,
             max_tokens=request.num_prompt_tokens + request.max_tokens - len(request.token_ids),

@@ -504,7 +504,7 @@ class GenerateRequest(_message.Message):
     cache_salt: _builtins.str
     """KV is shared only between requests with the same salt"""
     priority: _builtins.int
-    """the waiting request with the lowest value goes first"""
+    """of an owner's waiting requests the one with the lowest value goes first"""
     adapter: _builtins.str
     """name of the LoRA adapter; empty: none"""
     adapter_fingerprint: _builtins.str
@@ -512,8 +512,8 @@ class GenerateRequest(_message.Message):
     conversation: _builtins.bytes
     """the same for all turns of a conversation; empty: unknown"""
     owner: _builtins.bytes
-    """Whose turns at the target it uses. `priority` then orders the requests of a turn. Empty: `priority` orders it among
-    all requests.
+    """Who has a share of the target, as large as other owners'. `priority` then orders the requests of the owner. Empty:
+    `priority` orders it among all requests.
     """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...

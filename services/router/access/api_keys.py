@@ -36,7 +36,7 @@ _SHORT_KEY = 16  # characters; a shorter one can be guessed
 class KeyAttributes:
     """Attributes of the keys of one name."""
 
-    # own: the `priority` of requests orders those of a turn; all: it is their turn at targets.
+    # own: `priority` orders the requests of the name; all: it orders them among those of all names.
     priority: Literal["own", "all"] = "own"
 
     @classmethod
