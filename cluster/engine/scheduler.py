@@ -234,8 +234,8 @@ class Scheduler(Generic[SequenceT]):
     def _in_turns(self, prefilling: list[SequenceT]) -> Iterator[list[SequenceT]]:
         """Yields the prompts of each turn; those of the next one get what is left of the budget.
 
-        An owner's first tokens are in the first turn, and each further turn has as many as all before it, so that
-        neither long prompts nor many prompts of one owner make a short one of another owner wait.
+        An owner's first tokens are in the first turn, and each further turn has as many as all before it. So neither
+        long prompts nor many of one owner make a short one of another owner wait.
         """
         turns: defaultdict[tuple[int, int, int], list[SequenceT]] = defaultdict(list)
         num_before: Counter[bytes] = Counter()
