@@ -27,6 +27,7 @@ Run = Sequence[str]
 
 # Characters without a meaning, which serve as stand-ins; those with the shortest JSON escapes come first.
 _PRIVATE_USE = (*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE), *range(0x100000, 0x10FFFE))
+_PIECE = 2**16  # characters of a text to look at in one call, which keeps the event loop waiting for a millisecond
 _ESCAPES = re.compile(r"\\u[0-9a-f]{4}")  # in JSON; characters beyond 0xFFFF have two
 
 
@@ -53,7 +54,10 @@ class SpecialTokenGuard:
         if not any(map(self._places, _runs(value))):
             return value, {}
         texts = [avoid, *itertools.chain.from_iterable(_runs(value))]
-        taken = set().union(*texts)
+        taken = set[str]()
+        for text in texts:
+            for at in range(0, len(text), _PIECE):
+                taken.update(text[at : at + _PIECE])
         escaped = {escape for text in texts for escape in _ESCAPES.findall(text)}
         free = (
             character
@@ -71,10 +75,11 @@ class SpecialTokenGuard:
             return stand_ins[first]
 
         def replace(run: Run) -> str:
-            characters = list("".join(run))
-            for place in self._places(run):
-                characters[place] = stand_in(characters[place])
-            return "".join(characters)
+            text, end, pieces = "".join(run), 0, []
+            for place in sorted(self._places(run)):
+                pieces += [text[end:place], stand_in(text[place])]
+                end = place + 1
+            return "".join([*pieces, text[end:]])
 
         disguised: V = _mapped(value, replace)
         return disguised, {chosen: first for first, chosen in stand_ins.items()}
