@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +19,7 @@ from pydantic_core import to_json
 
 from cluster.errors import OverloadedError
 from cluster.wire.replies import RoundCounts
+from services.router.http.current_key import current_key
 
 logger = logging.getLogger(__name__)
 
@@ -64,19 +65,29 @@ class Feed:
         """Yields the server-sent events of one viewer; the first is `hello`.
 
         They end when `is_let_in` returns False. It is called before each event, thus at least about once a second, when
-        the workers' state is sent. Raises OverloadedError if there are `MAX_VIEWERS` already.
+        the workers' state is sent. If there are `MAX_VIEWERS` already, they end for one of the key that has most of
+        these; raises OverloadedError if this is not at least two more than the caller's key has.
         """
         if len(self._viewers) >= MAX_VIEWERS:
-            raise OverloadedError(f"{MAX_VIEWERS} pages are connected already; close one, or retry later")
+            self._end_one_for(current_key.get())
         with self._watching() as viewer:
             yield _event("hello", hello)
             is_last = self._is_closed
             while not is_last:
                 events = await viewer.take()
-                if not is_let_in():
+                if viewer not in self._viewers or not is_let_in():
                     return
                 is_last = self._is_closed
                 yield events
+
+    def _end_one_for(self, key: str | None) -> None:
+        numbers = Counter(viewer.key for viewer in self._viewers)
+        ((most, number),) = numbers.most_common(1)
+        if number < numbers[key] + 2:
+            raise OverloadedError(f"{MAX_VIEWERS} pages are connected already; close one, or retry later")
+        viewer = next(viewer for viewer in self._viewers if viewer.key == most)
+        self._viewers.remove(viewer)
+        viewer.put(b"")
 
     def close(self) -> None:
         """Ends the events of all viewers: the router is about to stop."""
@@ -131,6 +142,7 @@ class _Viewer:
     """Queue of events for one viewer; a full queue drops the oldest."""
 
     def __init__(self) -> None:
+        self.key = current_key.get()
         self._waiting: deque[bytes] = deque(maxlen=_MAX_BEHIND)
         self._has_some = asyncio.Event()
 

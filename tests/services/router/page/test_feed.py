@@ -11,6 +11,7 @@ import pytest
 
 from cluster.errors import OverloadedError
 from cluster.wire.replies import RoundCounts
+from services.router.http.current_key import current_key
 from services.router.page import feed as module
 from services.router.page.feed import MAX_STEPS, MAX_VIEWERS, Feed
 from tests.waiting import WAIT_S
@@ -104,6 +105,28 @@ def test_viewers_are_bounded() -> None:
         viewers.append(feed.events(HELLO))
         await anext(viewers[-1])
         for viewer in viewers:
+            await viewer.aclose()
+
+    run(body())
+
+
+def test_a_key_cannot_take_every_place() -> None:
+    async def body() -> None:
+        feed = Feed(observed)
+        current_key.set("greedy")
+        greedy = [feed.events(HELLO) for _ in range(MAX_VIEWERS)]
+        for viewer in greedy:
+            await anext(viewer)
+        current_key.set("other")
+        other = feed.events(HELLO)
+        assert b"hello" in await anext(other)
+        events = await asyncio.gather(*(anext(viewer, None) for viewer in greedy))
+        assert events.count(None) == 1
+        current_key.set("greedy")
+        with pytest.raises(OverloadedError, match="16 pages"):
+            await anext(feed.events(HELLO))
+        feed.close()
+        for viewer in (*greedy, other):
             await viewer.aclose()
 
     run(body())
