@@ -1,9 +1,9 @@
 """Measures what a key's requests cost another key: `python -m bench.neighbours`.
 
 A victim with a key of its own sends one short request after the other. The times to its first token and between later
-ones are measured alone, next to an honest neighbour, and next to each attack. An attacker has one request in flight,
-an honest neighbour as many choices as the attack has. The target is simulated: it has places and steps but computes
-nothing, so that only waiting shows. The router is real.
+ones are measured alone, next to an honest neighbour, and next to each attack. A further key always has requests in
+flight, the load. An attacker has one request in flight or 32 choices, an honest neighbour 32 requests. The target is
+simulated: it has places and steps but computes nothing, so that only waiting shows. The router is real.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from bench.result import write_cells
 from cluster.config.file import load_config
 from services.launch.local import LocalCluster
 
-NUM_CHOICES = 32  # in flight at each neighbour
+NUM_CHOICES = 32  # in flight at each neighbour; as many as the target has places
 _NUM_TOKENS = 30  # of an answer
 _VICTIM = {"prompt": [70] * 100, "max_tokens": _NUM_TOKENS, "stream": True, "ignore_eos": True}
 _MEGABYTES = 8 * 2**20 - 2**16
@@ -72,6 +72,9 @@ def neighbours() -> dict[str, Neighbour]:
         "honest": Neighbour(completions, _completion(), NUM_CHOICES),
         "n = 32": Neighbour(completions, _completion(n=NUM_CHOICES)),
         "n = 32, priority -2^31": Neighbour(completions, _completion(n=NUM_CHOICES, priority=-(2**31))),
+        "prompts of 2,000 tokens": Neighbour(completions, _completion(prompt=[72] * 2000), NUM_CHOICES),
+        "answers of 1,000 tokens": Neighbour(completions, _completion(max_tokens=1000), NUM_CHOICES),
+        "a prompt scored": Neighbour(completions, _completion(prompt=[73] * 2000, echo=True, logprobs=5), 4),
         "8 MB of text": Neighbour(chat, _chat("fox " * (_MEGABYTES // 4))),
         "private-use characters": Neighbour(chat, _chat(_PRIVATE * 8 + "<|endoftext|>" + "a" * 4_000_000)),
         "empty gzip members": Neighbour(completions, gzip.compress(b"") * 400_000, coding="gzip"),
@@ -141,16 +144,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=20.0, help="for each neighbour; default 20")
     parser.add_argument("--hostile-keys", type=int, default=1, help="keys of the neighbour; default 1")
+    parser.add_argument("--load", type=float, default=0.3, help="share of the places that others use; default 0.3")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args(argv)
     cells: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        names = ["victim", *(f"other{index}" for index in range(arguments.hostile_keys))]
+        names = ["victim", "load", *(f"other{index}" for index in range(arguments.hostile_keys))]
         keys = {name: f"sk-{name}-0123456789abcdef" for name in names}
         file = Path(folder) / "keys"
         file.write_text("".join(f"{name}:{key}\n" for name, key in keys.items()), encoding="utf-8")
         config = load_config(None, [*SETTINGS, f"router.api_keys_file={file}"])
-        headers = {"authorization": f"Bearer {keys.pop('victim')}"}
+        headers, load_keys = {"authorization": f"Bearer {keys.pop('victim')}"}, [keys.pop("load")]
+        load = Neighbour("/v1/completions", _completion(), round(arguments.load * NUM_CHOICES))
         print("| neighbour | requests | first token, p50 | p99 | further tokens, p50 | p99 |")
         print("| --- | --- | --- | --- | --- | --- |")
         with (
@@ -160,14 +165,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             cluster.wait_ready(120)
             ask(client, headers)
             for name, neighbour in {"nobody": None, **neighbours()}.items():
-                with next_to(cluster.url, neighbour, list(keys.values())):
+                with next_to(cluster.url, load, load_keys), next_to(cluster.url, neighbour, list(keys.values())):
                     time.sleep(1.0)
                     ends_at, answers = time.monotonic() + arguments.seconds, []
                     while time.monotonic() < ends_at:
                         answers.append(ask(client, headers))
                 times = _times(*map(list, zip(*answers, strict=True)))
                 cells.append(
-                    {"neighbour": name, "hostile_keys": arguments.hostile_keys}
+                    {"neighbour": name, "hostile_keys": arguments.hostile_keys, "load": arguments.load}
                     | {field: getattr(times, field) for field in times.__slots__}
                 )
                 print(
