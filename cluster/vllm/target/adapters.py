@@ -31,7 +31,7 @@ from cluster.errors import (
 )
 from cluster.owned_folder import OwnedFolder
 from cluster.targets.base import no_adapter
-from cluster.vllm.target.adapter_folder import AdapterFiles, BaseModel, copy_adapter, folder_within
+from cluster.vllm.target.adapter_folder import AdapterFiles, BaseModel, copy_adapter, open_adapter
 from cluster.vllm.target.lora import LoraLimits
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class Adapters:
         adapters = []
         for name, folder in target.lora.items():
             try:
-                adapters.append(self._read(name, Path(folder).expanduser()))
+                adapters.append(self._read(name, str(Path(folder).expanduser().absolute()), None))
             except InvalidRequestError as error:
                 raise ConfigurationError(f"target.lora {name!r}: {error}") from error
         return adapters
@@ -104,7 +104,7 @@ class Adapters:
         if root is None:
             raise InvalidRequestError("this target does not load adapters at run time: set target.lora_root")
         async with self._changing:
-            adapter = await asyncio.to_thread(lambda: self._read(name, folder_within(path, root)))
+            adapter = await asyncio.to_thread(self._read, name, path, root)
             try:
                 present = self._named.get(name)
                 if present is not None and present.fingerprint == adapter.fingerprint:
@@ -184,14 +184,16 @@ class Adapters:
     def close(self) -> None:
         self._copies.remove()
 
-    def _read(self, name: str, source: Path) -> Adapter:
-        AdapterFiles.read(source).check(self._base, self._limits.max_rank)
+    def _read(self, name: str, path: str, root: Path | None) -> Adapter:
         with self._lock:
             number = next(self._numbers)
         folder = self._copies.path / str(number)
-        adapter = Adapter(name, number, folder, copy_adapter(source, folder))
+        max_rank = self._limits.max_rank
+        with open_adapter(path, root) as files:
+            fingerprint = copy_adapter(files, folder, self._base.max_adapter_bytes(max_rank))
+        adapter = Adapter(name, number, folder, fingerprint)
         try:
-            AdapterFiles.read(folder).check(self._base, self._limits.max_rank)  # `source` may have changed meanwhile
+            AdapterFiles.read(folder, path[:256]).check(self._base, max_rank)
         except InvalidRequestError:
             adapter.discard()
             raise

@@ -23,7 +23,7 @@ from cluster.vllm.target.adapter_folder import (
     AdapterFiles,
     BaseModel,
     copy_adapter,
-    folder_within,
+    open_adapter,
 )
 from cluster.vllm.target.lora import LoraLimits
 from services.target.traits import traits_of
@@ -50,23 +50,71 @@ def test_one_that_fits(adapter: Path, base: BaseModel) -> None:
         files.check(base, 4)
 
 
+def copy(path: Path | str, folder: Path, root: Path | None = None, max_bytes: int = 2**24) -> str:
+    with open_adapter(str(path), root) as files:
+        return copy_adapter(files, folder, max_bytes)
+
+
 def test_a_copy_is_the_same_and_has_its_fingerprint(adapter: Path, tmp_path: Path) -> None:
-    first = copy_adapter(adapter, tmp_path / "copy")
+    first = copy(adapter, tmp_path / "copy")
     assert AdapterFiles.read(tmp_path / "copy") == AdapterFiles.read(adapter)
-    assert copy_adapter(adapter, tmp_path / "second") == first
+    assert (tmp_path / "copy").stat().st_mode & 0o777 == 0o700
+    assert copy(adapter, tmp_path / "second") == first
     config = json.loads((adapter / CONFIG_FILE).read_text())
     (adapter / CONFIG_FILE).write_text(json.dumps(config | {"lora_alpha": 1}))
-    assert copy_adapter(adapter, tmp_path / "third") != first
+    assert copy(adapter, tmp_path / "third") != first
     (adapter / WEIGHTS_FILE).unlink()
-    with pytest.raises(InvalidRequestError, match="cannot read"):
-        copy_adapter(adapter, tmp_path / "fourth")
+    with pytest.raises(InvalidRequestError, match=r"there is no folder .*adapter"):
+        copy(adapter, tmp_path / "fourth")
     assert not (tmp_path / "fourth").exists()
+
+
+def test_files_larger_than_an_adapter_of_the_model_are_not_copied(
+    adapter: Path, tmp_path: Path, base: BaseModel
+) -> None:
+    size = (adapter / WEIGHTS_FILE).stat().st_size
+    assert size < base.max_adapter_bytes(8) < base.max_adapter_bytes(16)
+    with pytest.raises(InvalidRequestError, match=f"{WEIGHTS_FILE} has {size} bytes; .* may have {size - 1}: give"):
+        copy(adapter, tmp_path / "copy", max_bytes=size - 1)
+    (adapter / CONFIG_FILE).write_bytes(b" " * (2**20 + 1))
+    with pytest.raises(InvalidRequestError, match=f"{CONFIG_FILE} has 1048577 bytes"):
+        copy(adapter, tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
+
+
+def test_what_is_replaced_after_it_was_checked_is_not_read(
+    adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "root"
+    inside = write_adapter(root / "inside", 1)
+    open_really = os.open
+
+    def open_after_swap(*arguments: Any, **options: Any) -> int:
+        if not inside.is_symlink():  # the path has been resolved and checked before the first call
+            inside.rename(root / "moved")
+            inside.symlink_to(adapter)
+        return open_really(*arguments, **options)
+
+    monkeypatch.setattr(os, "open", open_after_swap)
+    with pytest.raises(InvalidRequestError, match="lora_root"):
+        copy("inside", tmp_path / "copy", root)
 
 
 def test_one_of_another_model(tmp_path: Path, base: BaseModel) -> None:
     files = AdapterFiles.read(write_adapter(tmp_path / "other", 1, hidden_size=256))
     with pytest.raises(InvalidRequestError, match=r"another model: its model\.layers\.0\..* \[\d+, \d+\]"):
         files.check(base, 8)
+
+
+def test_modules_that_the_model_lacks_are_named(base: BaseModel) -> None:
+    def check(module: str, *shape: int) -> None:
+        AdapterFiles(4, {module: (shape[0], shape[1])}).check(base, 8)
+
+    with pytest.raises(InvalidRequestError, match=r"this model has no 'model\.layers\.0\.w9'; give .*q_proj"):
+        check("model.layers.0.w9", 8, 8)
+    check("other.prefix.q_proj", 8, 8)  # the engine knows the other names of a module
+    with pytest.raises(InvalidRequestError, match=r"other\.prefix\.q_proj is \[8, 99999999\].* at most \d+ in each"):
+        check("other.prefix.q_proj", 8, 99_999_999)
 
 
 @pytest.mark.parametrize(
@@ -123,14 +171,13 @@ def test_an_embeddings_weights_are_the_other_way_round(adapter: Path) -> None:
 def test_what_lies_below_the_root(adapter: Path, tmp_path: Path) -> None:
     root = tmp_path / "root"
     inside = write_adapter(root / "a" / "b", 1)
-    assert folder_within("a/b", root) == folder_within(str(inside), root) == folder_within("a/../a/b", root) == inside
     (root / "link").symlink_to(inside)
-    assert folder_within("link", root) == inside
     files = root / "files"
     files.mkdir()
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         (files / name).symlink_to(inside / name)  # as in the hub's cache
-    assert folder_within("files", root) == files
+    paths = ("a/b", str(inside), "a/../a/b", "link", "files")
+    assert len({copy(path, tmp_path / f"copy-{number}", root) for number, path in enumerate(paths)}) == 1
 
 
 def test_what_does_not(adapter: Path, tmp_path: Path) -> None:
@@ -164,10 +211,10 @@ def test_what_does_not(adapter: Path, tmp_path: Path) -> None:
         "a\0b",
     ):
         with pytest.raises(InvalidRequestError, match="lora_root") as caught:
-            folder_within(path, root)
+            copy(path, tmp_path / "copy", root)
         said.add(str(caught.value).replace(repr(path), "PATH"))
     with pytest.raises(InvalidRequestError):
-        folder_within(str(sibling), root)
+        copy(sibling, tmp_path / "copy", root)
     assert len(said) == 1  # nobody learns what there is elsewhere
 
 
