@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from services.router.http.security_headers import SECURITY_HEADERS
 from services.router.openapi.document import openapi_document
 
 
@@ -27,4 +28,4 @@ class OpenApi:
         return to_json(openapi_document(self._version))
 
     async def _show_document(self, _: Request) -> Response:
-        return Response(self._document, media_type="application/json")
+        return Response(self._document, media_type="application/json", headers=SECURITY_HEADERS)

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from services.router.access.caller import is_still_let_in
+from services.router.http.security_headers import SECURITY_HEADERS
 from services.router.http.streaming import EventStream
 from services.router.page.feed import Feed
 
@@ -24,19 +25,6 @@ _MEDIA_TYPES = {
     ".css": "text/css",
     ".js": "text/javascript",
     ".svg": "image/svg+xml",
-}
-# A page may only load its own files and call its own router.
-_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
-_HEADERS = {
-    "content-security-policy": _POLICY,
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-    "cross-origin-opener-policy": "same-origin",
-    "cross-origin-resource-policy": "same-origin",
-    "cache-control": "no-cache",  # cached, but revalidated for each use
 }
 
 
@@ -72,7 +60,13 @@ class _File:
     def __init__(self, path: Path) -> None:
         self._content = path.read_bytes()
         self._media_type = _MEDIA_TYPES[path.suffix]
-        self._headers = _HEADERS | {"etag": f'"{hashlib.sha256(self._content).hexdigest()[:32]}"'}
+        self._headers = (
+            SECURITY_HEADERS
+            | {
+                "cache-control": "no-cache",  # cached, but revalidated for each use
+                "etag": f'"{hashlib.sha256(self._content).hexdigest()[:32]}"',
+            }
+        )
 
     async def show(self, request: Request) -> Response:
         if request.headers.get("if-none-match") == self._headers["etag"]:

@@ -13,6 +13,7 @@ from starlette.routing import Route
 
 from cluster.config import Config
 from services.router.app import create_app
+from services.router.http.security_headers import SECURITY_HEADERS
 
 from .chat_model import TIME, USER, Model, call_of
 
@@ -127,4 +128,6 @@ def test_answers_are_as_it_says(document: dict[str, Any], model: Model) -> None:
 
 
 def test_docs_is_the_document(shared_router, document: dict[str, Any]) -> None:
-    assert shared_router.client.get("/docs").json() == document
+    page = shared_router.client.get("/docs")
+    assert page.json() == document
+    assert page.headers.items() >= SECURITY_HEADERS.items()
