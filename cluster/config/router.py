@@ -90,7 +90,8 @@ class RouterConfig(Section):
     )
     admin_keys_file: FilePath | None = Field(
         None,
-        description="keys of operators who may call `admin_listen`, in the same format; null: those of `api_keys_file`",
+        description="keys of operators who may call `admin_listen`, in the same format; null: those of "
+        "`api_keys_file`, which the next version will refuse",
     )
     metrics_token_file: FilePath | None = Field(
         None,

@@ -73,11 +73,18 @@ def run(config: Config) -> int:
 
 
 def warn_of_open_doors(config: Config) -> None:
-    """Logs a warning for addresses that other machines can reach and that require no key."""
+    """Logs a warning for addresses that more callers can use than their operator may expect."""
     router = config.router
     if "null" in router.cors_allow_origins:
         logger.warning("router.cors_allow_origins has null: sandboxed frames of any web site can call the router")
     if router.api_keys_file is not None:
+        if router.admin_listen and router.admin_keys_file is None:
+            logger.warning(
+                "router.admin_keys_file is not set: each key of router.api_keys_file is an operator's at "
+                "router.admin_listen %s. The next version will refuse clients' keys there: set "
+                "router.admin_keys_file, which may be the same file",
+                router.admin_listen,
+            )
         return
     if not is_loopback(router.host):
         logger.warning(

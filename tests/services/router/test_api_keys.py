@@ -579,7 +579,9 @@ def test_who_finds_nobody_is_told_to_come_back_when_somebody_may_be_there(new_ro
         ({"host": "localhost", "admin_listen": "[::1]:8001"}, []),
         ({"host": "0.0.0.0"}, ["router.api_keys_file"]),
         ({"host": "::", "admin_listen": "0.0.0.0:8001"}, ["router.api_keys_file", "router.admin_keys_file"]),
-        ({"host": "0.0.0.0", "admin_listen": "0.0.0.0:8001", "api_keys_file": "keys"}, []),
+        ({"host": "0.0.0.0", "admin_listen": "0.0.0.0:8001", "api_keys_file": "k", "admin_keys_file": "a"}, []),
+        ({"admin_listen": "127.0.0.1:8001", "api_keys_file": "keys"}, ["router.admin_keys_file is not set"]),
+        ({"api_keys_file": "keys"}, []),
     ],
 )
 def test_a_door_that_is_open_to_all_is_warned_of(settings: dict[str, str], warned_of: list[str], caplog) -> None:
