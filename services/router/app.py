@@ -181,7 +181,13 @@ def create_app(config: Config) -> Starlette:
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
             allow_private_network=True,
-            expose_headers=["retry-after", "x-outrider-seed", "x-outrider-warning", "x-request-id"],
+            expose_headers=[
+                "retry-after",
+                "x-client-request-id",
+                "x-outrider-seed",
+                "x-outrider-warning",
+                "x-request-id",
+            ],
         )
     return app
 

@@ -61,7 +61,9 @@ _GRAMMARS: tuple[Any, ...] = (
     {},
 )
 _HEADERS = strategies.dictionaries(
-    strategies.sampled_from(["x-request-id", "traceparent", "tracestate", "accept", "content-encoding", "origin"]),
+    strategies.sampled_from(
+        ["x-request-id", "x-client-request-id", "traceparent", "tracestate", "accept", "content-encoding", "origin"]
+    ),
     strategies.binary(max_size=40).map(lambda value: bytes(b for b in value if b >= 32 and b != 127).strip()),
     max_size=2,
 )

@@ -117,9 +117,9 @@ def test_one_request_is_found_in_the_logs_of_router_and_target(tmp_path: Path) -
             httpx.post(f"{url[1]}/v1/completions", json=body, headers=headers, trust_env=False).raise_for_status()
     lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
     assert {line["program"] for line in lines} == {"serve", "router", "target", "draft 0", "draft 1"}
-    (asked,) = (line for line in lines if line.get("request_id") == "mine-1")
+    (asked,) = (line for line in lines if line.get("client_request_id") == "mine-1")
     assert (asked["logger"], asked["seed"], asked["generated_tokens"]) == ("outrider.access", 1, 6)
-    calls = [line for line in lines if line.get("request_id", "").startswith("cmpl-mine-1#")]
+    calls = [line for line in lines if line.get("request_id", "").startswith(f"{asked['id']}#")]
     assert sorted(line["message"] for line in calls) == ["call begins", "call begins", "call ends", "call ends"]
     assert {line["program"] for line in calls} == {"target"}
     assert sorted(line["choice"] for line in calls if "choice" in line) == [0, 1]

@@ -109,6 +109,7 @@ def _fields(scope: Scope, status: int | None, record: RequestRecord) -> dict[str
     state, caller, client = scope["state"], caller_of(scope), scope.get("client")
     fields = {
         "request_id": request_id_of(scope),
+        "client_request_id": state.get("client_request_id"),
         "method": scope["method"],
         "path": scope["path"][:MAX_PATH_CHARACTERS],
         "status": status,

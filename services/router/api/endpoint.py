@@ -138,6 +138,8 @@ class ApiEndpoint(abc.ABC, Generic[R]):
         """Answers `http_request`. If it raises OutriderError, nothing is left running."""
         observer = AnswerObserver(http_request.scope, self._serving.metrics, self._serving.feed)
         request, adapter, num_bytes, warnings = await self._read(http_request)
+        if request.request_id is not None:
+            http_request.scope["state"]["client_request_id"] = request.request_id
         prompts = await self._tokenize(http_request.scope, request, adapter, num_bytes)
         answer = self._start(request, prompts, adapter, request_id_of(http_request.scope), observer)
         headers = {"x-outrider-seed": str(answer.reply.seed)} | warning_headers(warnings)
@@ -233,7 +235,7 @@ class ApiEndpoint(abc.ABC, Generic[R]):
         return self._reply(
             request,
             reader,
-            id=f"{self.reply_type.id_prefix}{request.request_id or request_id}",
+            id=f"{self.reply_type.id_prefix}{request_id}",
             created=int(time.time()),
             model=serving.model_id if adapter is None else adapter.name,
             seed=draw_seed() if request.seed is None else request.seed,

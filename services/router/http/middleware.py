@@ -21,13 +21,14 @@ from services.router.http.streaming import NotedSend, error_event, note_outcome
 from services.router.metrics import RouterMetrics
 
 _MAX_BODIES_BYTES = 512 * 2**20  # of all bodies in flight together, so that few clients cannot take all memory
-_REQUEST_ID = re.compile(r"[!-~]{1,128}")
+_CLIENT_REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
 class RequestIds:
-    """Adds the header `x-request-id` to every answer.
+    """Adds the header `x-request-id`, a random ID, to every answer. Answers of Anthropic's API also have `request-id`.
 
-    The ID is the client's own if it is valid, else random. Answers of Anthropic's API also have it as `request-id`.
+    A client cannot choose this ID. Its own one, from `x-client-request-id` or `x-request-id`, is only logged and sent
+    back as `x-client-request-id`, if it is valid.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -37,9 +38,13 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
-        scope.setdefault("state", {})["request_id"] = request_id
+        given = Headers(scope=scope)
+        of_client = given.get("x-client-request-id") or given.get("x-request-id") or ""
+        request_id = secrets.token_hex(16)
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id
+        if _CLIENT_REQUEST_ID.fullmatch(of_client):
+            state["client_request_id"] = of_client
         names = ("x-request-id", "request-id") if is_anthropic(scope["path"]) else ("x-request-id",)
 
         def send_with_id(message: Message) -> Awaitable[None]:  # not async: saves a coroutine per chunk
@@ -47,6 +52,8 @@ class RequestIds:
                 headers = MutableHeaders(scope=message)
                 for name in names:
                     headers[name] = request_id
+                if "client_request_id" in state:
+                    headers["x-client-request-id"] = state["client_request_id"]
             return send(message)
 
         await self._app(scope, receive, send_with_id)

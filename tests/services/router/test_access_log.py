@@ -40,10 +40,11 @@ def test_sizes_times_acceptance_and_outcome(router: Router, lines: Lines) -> Non
     body = {"prompt": [[70, 71, 72], [73]], "n": 2, "max_tokens": 3, "seed": 5}
     answer = router.client.post("/v1/completions", json=body, headers=headers).json()
     (line,) = lines(1)
+    assert f"cmpl-{line.pop('request_id')}" == answer["id"]
     seconds, first = line.pop("seconds"), line.pop("seconds_to_first_token")
     assert 0 < first <= seconds < 60
     assert line == {
-        "request_id": "mine",
+        "client_request_id": "mine",
         "method": "POST",
         "path": "/v1/completions",
         "status": 200,
@@ -70,15 +71,16 @@ def test_the_drawn_seed_of_a_stream_and_no_text(router: Router, lines: Lines, ca
     assert "quick" not in json.dumps([record.__dict__ for record in caplog.records], default=str)
 
 
-def test_the_id_reaches_the_target(router: Router, target: ScriptedTarget) -> None:
-    answer = router.client.post("/v1/completions", json={"prompt": [70]}, headers={"x-request-id": "mine"})
+def test_the_routers_own_id_reaches_the_target(router: Router, target: ScriptedTarget, lines: Lines) -> None:
+    headers = {"x-request-id": "mine"}
+    answer = router.client.post("/v1/completions", json={"prompt": [70]}, headers=headers)
     drawn = router.complete(prompt=[70])
-    own = router.client.post(
-        "/v1/completions", json={"prompt": [70], "request_id": "own"}, headers={"x-request-id": "mine"}
-    )
+    own = router.client.post("/v1/completions", json={"prompt": [70], "request_id": "own"}, headers=headers)
     ids = [reply.json()["id"] for reply in (answer, drawn, own)]
-    assert ids == ["cmpl-mine", f"cmpl-{drawn.headers['x-request-id']}", "cmpl-own"]
+    assert ids == [f"cmpl-{reply.headers['x-request-id']}" for reply in (answer, drawn, own)]
     assert [request.request_id for request in target.requests] == ids
+    assert [reply.headers.get("x-client-request-id") for reply in (answer, drawn, own)] == ["mine", None, "own"]
+    assert [line.get("client_request_id") for line in lines(3)] == ["mine", None, "own"]
 
 
 def test_refusals(router: Router, lines: Lines) -> None:

@@ -7,6 +7,7 @@ import http.client
 import json
 import logging
 import math
+import re
 
 import pytest
 
@@ -371,14 +372,19 @@ def test_unknown_routes_and_methods_use_the_envelope(shared_router):
     assert refused.headers["allow"] == "POST"
 
 
-def test_request_ids_are_echoed_or_drawn(shared_router):
+def test_a_clients_request_id_is_echoed_apart_from_the_routers(shared_router):
     client = shared_router.client
-    given = client.get("/version", headers={"x-request-id": "mine-1"})
-    assert given.headers["x-request-id"] == "mine-1"
+    ids = set()
+    for given in ({"x-request-id": "mine-1"}, {"x-client-request-id": "mine-1"}):
+        answer = client.get("/nothing", headers={"x-request-id": "other"} | given)
+        assert answer.headers["x-client-request-id"] == "mine-1"
+        ids.add(answer.headers["x-request-id"])
     for unusable in ("x" * 129, "two words", ""):
-        drawn = client.get("/version", headers={"x-request-id": unusable})
-        assert drawn.headers["x-request-id"] not in (unusable, "")
-    assert client.get("/nothing", headers={"x-request-id": "a"}).headers["x-request-id"] == "a"
+        answer = client.get("/version", headers={"x-request-id": unusable})
+        assert "x-client-request-id" not in answer.headers
+        ids.add(answer.headers["x-request-id"])
+    assert len(ids) == 5
+    assert all(re.fullmatch("[0-9a-f]{32}", drawn) for drawn in ids)
 
 
 def test_a_nan_from_a_careless_client_is_refused(shared_router):
