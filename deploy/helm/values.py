@@ -43,6 +43,7 @@ class Image(_Values):
     repository: str = "outrider"
     tag: str = ""
     pullPolicy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
+    digests: dict[str, Annotated[str, Field(pattern="^sha256:[0-9a-f]{64}$")]] = {}
 
 
 class RouterService(_Values):
@@ -65,6 +66,7 @@ class Router(Placement):
     service: RouterService = RouterService()
     autoscaling: RouterAutoscaling = RouterAutoscaling()
     apiKeysSecret: str = ""
+    open: bool = False
     adminKeysSecret: str = ""
     tlsSecret: str = ""
     tlsServerName: str = ""
@@ -104,6 +106,7 @@ class ModelCache(_Values):
     size: _Bytes = ""
     storageClass: str = ""
     accessModes: list[Literal["ReadWriteOnce", "ReadOnlyMany", "ReadWriteMany"]] = ["ReadWriteMany"]
+    emptyDirSize: _Bytes = "500Gi"
 
 
 class Tls(_Values):
@@ -121,6 +124,7 @@ class NetworkPolicy(_Values):
     enabled: bool = True
     clients: list[_Free] = []
     monitoring: list[_Free] = [{"namespaceSelector": {}}]
+    egress: list[_Free] = [{"ports": [{"port": 443, "protocol": "TCP"}]}]
 
 
 class EndpointPicker(_Values):
@@ -164,6 +168,7 @@ class RayHead(_Values):
 class RayWorkers(Placement):
     name: Annotated[str, Field(pattern="^[a-z]([-a-z0-9]*[a-z0-9])?$")]
     replicas: NonNegativeInt = 1
+    shmSize: _Bytes = "8Gi"
     minReplicas: NonNegativeInt | None = None
     maxReplicas: PositiveInt | None = None
     labels: dict[str, str] = {}
@@ -193,7 +198,6 @@ class Redis(_Values):
 class Ray(_Values):
     version: str = "2.60.0"
     image: str = "ray"
-    auth: Literal["token", "disabled"] = "token"
     operator: list[_Free] = [
         {"namespaceSelector": {}, "podSelector": {"matchLabels": {"app.kubernetes.io/name": "kuberay-operator"}}}
     ]
@@ -218,6 +222,7 @@ class Values(_Values):
     target: TargetValues = TargetValues()
     draft: DraftValues = DraftValues()
     modelCache: ModelCache = ModelCache()
+    tmpSize: _Bytes = "20Gi"
     huggingFaceSecret: str = ""
     tls: Tls = Tls()
     metricsTokenSecret: str = ""

@@ -25,7 +25,8 @@ _HEADER = """\
 # - the models and their settings, in `args` of serveConfigV2 (docs/CONFIGURATION.md)
 # - the groups of nodes: nodeSelector, GPUs, memory, limits of the autoscaler
 # - the volume for models, which pods of several nodes mount: storageClassName, size
-# - the secrets that are expected: hf-token (key `token`), outrider-redis (key `password`); the Redis, at redis:6379
+# - the secrets that are expected: outrider-keys and outrider-admins (key `keys`: of clients and of operators), hf-token
+#   (key `token`), outrider-redis (key `password`); the Redis, at redis:6379
 # - gatewayClassName: upgrades in steps need the Gateway API, a controller for it, and the operator's feature gate
 #   RayServiceIncrementalUpgrade. Without them: `upgradeStrategy: {type: NewCluster}`, and no clusterUpgradeOptions
 # - the operator's labels in the NetworkPolicy, if yours are others; clients are not limited there

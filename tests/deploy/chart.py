@@ -14,8 +14,14 @@ DASHBOARDS_AND_ALERTS = {
     "prometheusRules": {"enabled": True, "labels": {"release": "prometheus"}},
     "grafana": {"dashboards": {"enabled": True, "annotations": {"grafana_folder": "Outrider"}}},
 }
-VALUES: dict[str, dict[str, Any]] = {
-    **{case: read_values(case) for case in CASES},
+
+
+def without_keys(values: dict[str, Any]) -> dict[str, Any]:
+    """Values with which routers may be without keys: the chart refuses them otherwise."""
+    return values | {"router": {"open": True} | values.get("router", {})}
+
+
+_INLINE: dict[str, dict[str, Any]] = {
     "no speculation": {"config": {"speculation": {"num_speculative_tokens": 0}}},
     "the engine drafts": {
         "config": {
@@ -29,10 +35,14 @@ VALUES: dict[str, dict[str, Any]] = {
     "no draft workers": {"config": {"draft": {"replicas": 0}}},
     "drafts in process": {"config": {"draft": {"placement": "in-process"}}},
 }
+VALUES: dict[str, dict[str, Any]] = {
+    **{case: read_values(case) for case in CASES},
+    **{case: without_keys(values) for case, values in _INLINE.items()},
+}
 
 
 def render(values: dict[str, Any]) -> list[dict[str, Any]]:
-    return [yaml.safe_load(text) for text in render_texts(values)]
+    return [yaml.safe_load(text) for text in render_texts(without_keys(values))]
 
 
 def find(documents: list[dict[str, Any]], kind: str, name: str) -> dict[str, Any]:

@@ -27,7 +27,7 @@ INCREMENTAL = {"strategy": "NewClusterWithIncrementalUpgrade", "gatewayClassName
 def over_two_nodes(**target: Any) -> dict[str, Any]:
     return {
         "config": {"target": {"engine": "vllm", "tensor_parallel_size": 8} | target},
-        "target": {"gpus": 4, "nodesPerReplica": 2},
+        "target": {"gpus": 4, "nodesPerReplica": 2, "rayTokenSecret": "ray"},
     }
 
 
@@ -169,6 +169,68 @@ def test_only_routers_reach_targets_and_only_targets_reach_drafts() -> None:
         pods = find(documents, "StatefulSet" if pool == "target" else "Deployment", f"demo-{pool}")
         labels = find(documents, "NetworkPolicy", f"demo-{pool}")["spec"]["podSelector"]["matchLabels"]
         assert labels == pods["spec"]["selector"]["matchLabels"] == pods["spec"]["template"]["metadata"]["labels"]
+
+
+def ports_called(documents: list[dict[str, Any]], name: str) -> list[tuple[list[Any], Any]]:
+    """The calls that a NetworkPolicy allows: ports, and the labels of the called pods; None: anyone."""
+    policy = find(documents, "NetworkPolicy", name)["spec"]
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    calls = []
+    for rule in policy["egress"]:
+        peers = rule.get("to", [None])
+        assert len(peers) == 1
+        labels = peers[0] and peers[0]["podSelector"].get("matchLabels", {}).get("app.kubernetes.io/component", "group")
+        calls.append(([port["port"] for port in rule.get("ports", [])], labels))
+    return calls
+
+
+def test_pods_call_their_workers_and_what_is_allowed_and_nothing_else() -> None:
+    always: list[tuple[list[Any], Any]] = [([53, 53], None), ([443], None)]
+    documents = render({})
+    assert ports_called(documents, "demo-router") == [*always, ([7000], "target")]
+    assert ports_called(documents, "demo-target") == [*always, ([7001], "draft")]
+    assert ports_called(documents, "demo-draft") == always
+    assert ports_called(render(VALUES["sidecars"]), "demo-target") == always
+    assert ports_called(render(VALUES["two-nodes-a-target"]), "demo-target-group") == [*always, ([], "group")]
+    assert ports_called(render(VALUES["ray"]), "demo-ray") == [*always, ([], "ray")]
+    calls = ports_called(render(VALUES["ray-autoscaling"]), "demo-ray")
+    assert calls == [*always, ([], "ray"), ([6379], None), ([443, 6443], None)]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "port"),
+    [("http://otel:4318", 4318), ("https://a.b:99/x:1/", 99), ("http://otel", 80), ("https://otel/v1", 443)],
+)
+def test_spans_reach_their_collector(endpoint: str, port: int) -> None:
+    values = {"config": {"tracing": {"endpoint": endpoint}}, "networkPolicy": {"egress": []}}
+    assert ports_called(render(values), "demo-draft") == [([53, 53], None), ([port], None)]
+
+
+def test_an_image_may_be_named_by_its_digest() -> None:
+    digest = f"sha256:{'0a' * 32}"
+    documents = render({"image": {"digests": {"vllm-cuda": digest}}, "target": {"image": "vllm-cuda"}})
+    (target,) = pods(find(documents, "StatefulSet", "demo-target"))
+    (draft,) = pods(find(documents, "Deployment", "demo-draft"))
+    assert target["spec"]["containers"][0]["image"] == f"outrider:0.1.1-vllm-cuda@{digest}"
+    assert draft["spec"]["containers"][0]["image"] == "outrider:0.1.1-cpu"
+
+
+def test_without_keys_nothing_is_rendered_unless_routers_are_open() -> None:
+    for mode in ("plain", "ray"):
+        with pytest.raises(helm_python.HelmError, match=r"router\.apiKeysSecret is empty.*router\.open"):
+            render_texts({"mode": mode})
+        assert render_texts({"mode": mode, "router": {"apiKeysSecret": "keys"}})
+        assert render_texts({"mode": mode, "router": {"open": True}})
+
+
+@pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
+def test_volumes_of_a_node_are_limited_and_only_the_autoscaler_has_a_token(values: dict[str, Any]) -> None:
+    for document in render(values):
+        for pod in pods(document):
+            for volume in pod["spec"]["volumes"]:
+                assert volume.get("emptyDir", {"sizeLimit": ""}).keys() >= {"sizeLimit"}, volume
+            scales = pod["spec"]["serviceAccountName"] == "demo-autoscaler"
+            assert pod["spec"]["automountServiceAccountToken"] is scales
 
 
 def test_every_metrics_page_is_scraped_and_reachable() -> None:
@@ -324,6 +386,8 @@ def test_containers_may_do_little() -> None:
         ({"ray": {"autoscaling": {"enable": True}}}, "enable"),
         ({"grafana": {"dashboard": {}}}, "dashboard"),
         ({"target": {"shmSize": "8 Gi"}}, "/target/shmSize"),
+        ({"image": {"digests": {"cpu": "latest"}}}, "/image/digests/cpu"),
+        ({"ray": {"auth": "disabled"}}, "auth"),
         ({"modelCache": {"size": "500Gib"}}, "/modelCache/size"),
         ({"prometheusRules": {"enabled": "on"}}, "/prometheusRules/enabled"),
         ({"gateway": {"endpointPicker": {"failureMode": "Open"}}}, "/gateway/endpointPicker/failureMode"),
@@ -348,6 +412,7 @@ def test_a_wrong_value_is_refused_by_name(values: dict[str, Any], named: str) ->
         ({"mode": "ray", "config": {"router": {"port": 8000}}}, "config.router.port 8000"),
         ({"mode": "ray", "config": {"router": {"port": 8090}}}, "config.router.port 8090"),
         ({"mode": "ray", "config": {"router": {"port": 0}}}, "config.router.port 0"),
+        (over_two_nodes() | {"target": {"gpus": 4, "nodesPerReplica": 2}}, "target.rayTokenSecret"),
         (over_two_nodes(engine="torch"), "target.nodesPerReplica 2.* not torch"),
         (over_two_nodes(engine="simulated"), "target.nodesPerReplica 2.* not simulated"),
         (over_two_nodes(tensor_parallel_size=3), "target.nodesPerReplica 2.*tensor_parallel_size 3"),

@@ -3,7 +3,7 @@
 | who | comes with | may |
 | --- | --- | --- |
 | client | a key of `router.api_keys_file` | all of the public address, within the limits of its name |
-| operator | a key of `router.admin_keys_file`, or of the file above where that is not set | all of the admin address |
+| operator | a key of `router.admin_keys_file`; if not set, of the file above (a warning) | all of the admin address |
 | scraper | the token in `router.metrics_token_file` | GET /metrics, at both |
 | launcher | a key that it made for itself; the router has its hash | GET /health and /metrics |
 | anybody | nothing | probes: is the router alive, can it serve; the files of the page |

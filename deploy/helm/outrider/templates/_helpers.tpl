@@ -28,7 +28,7 @@ matchExpressions:
 
 {{- define "outrider.image" -}}
 {{- $tag := .root.Values.image.tag | default .root.Chart.AppVersion -}}
-{{ printf "%s:%s-%s" .root.Values.image.repository $tag .suffix }}
+{{ printf "%s:%s-%s" .root.Values.image.repository $tag .suffix }}{{ with get .root.Values.image.digests .suffix }}@{{ . }}{{ end }}
 {{- end -}}
 
 {{- define "outrider.drainSeconds" -}}
@@ -54,6 +54,9 @@ matchExpressions:
 {{- end -}}
 {{- if lt (mul $nodes (int .Values.target.gpus)) $size -}}
 {{- fail (printf "target.gpus %d: config.target.tensor_parallel_size %d over %d nodes needs %d of each" (int .Values.target.gpus) $size $nodes (div $size $nodes)) -}}
+{{- end -}}
+{{- if not .Values.target.rayTokenSecret -}}
+{{- fail (printf "target.nodesPerReplica %d: without a token everyone who reaches its Ray can run programs there; name a secret with the key token in target.rayTokenSecret" $nodes) -}}
 {{- end -}}
 {{- if ne $executor "ray" -}}
 {{- fail (printf "target.nodesPerReplica %d: config.target.engine_args.distributed_executor_backend is ray then, not %s" $nodes $executor) -}}
@@ -134,6 +137,9 @@ matchExpressions:
 {{- fail (printf "tls.tokenSecret %s: a token needs certificates, set tls.secretName" .Values.tls.tokenSecret) -}}
 {{- end -}}
 {{- $_ := set $tls "token_file" (printf "%s/token/token" $folder) -}}
+{{- end -}}
+{{- if not (or .Values.router.apiKeysSecret .Values.router.open) -}}
+{{- fail "router.apiKeysSecret is empty: everyone who reaches a router could use it; name a secret with the key keys (docs/SECURITY.md), or set router.open to true" -}}
 {{- end -}}
 {{- if .Values.router.apiKeysSecret -}}{{- $_ := set $router "api_keys_file" (printf "%s/api-keys/keys" $folder) -}}{{- end -}}
 {{- if .Values.router.adminKeysSecret -}}{{- $_ := set $router "admin_keys_file" (printf "%s/admin-keys/keys" $folder) -}}{{- end -}}
@@ -234,12 +240,8 @@ capabilities: {drop: [ALL]}
 {{/* Of the pods that share a target: what vLLM and Ray need of it. */}}
 {{- define "outrider.groupEnvironment" -}}
 - {name: VLLM_HOST_IP, valueFrom: {fieldRef: {fieldPath: status.podIP}}}
-{{- if .values.rayTokenSecret }}
 - {name: RAY_AUTH_MODE, value: token}
 - {name: RAY_AUTH_TOKEN, valueFrom: {secretKeyRef: {name: {{ .values.rayTokenSecret | quote }}, key: token}}}
-{{- else }}
-- {name: RAY_AUTH_MODE, value: disabled}
-{{- end }}
 {{- end -}}
 
 {{- define "outrider.mounts" -}}
@@ -250,11 +252,23 @@ capabilities: {drop: [ALL]}
 
 {{- define "outrider.volumes" -}}
 - {name: config, configMap: {name: {{ include "outrider.name" . }}}}
-- {name: tmp, emptyDir: {}}
+- {name: tmp, emptyDir: {sizeLimit: {{ .Values.tmpSize }}}}
 {{- if or .Values.modelCache.claim .Values.modelCache.size }}
 - {name: models, persistentVolumeClaim: {claimName: {{ .Values.modelCache.claim | default (printf "%s-models" (include "outrider.name" .)) }}}}
 {{- else }}
-- {name: models, emptyDir: {}}
+- {name: models, emptyDir: {sizeLimit: {{ .Values.modelCache.emptyDirSize }}}}
+{{- end }}
+{{- end -}}
+
+{{/* Rules of NetworkPolicies for calls that all pods make: DNS, spans, and what the values allow. */}}
+{{- define "outrider.egress" -}}
+- ports: [{port: 53, protocol: UDP}, {port: 53, protocol: TCP}]
+{{- with dig "tracing" "endpoint" "" .Values.config }}
+{{- $port := regexReplaceAll "^https?://[^/]*?(:([0-9]+))?(/.*)?$" . "${2}" | default (hasPrefix "https:" . | ternary "443" "80") }}
+- ports: [{port: {{ $port }}, protocol: TCP}]
+{{- end }}
+{{- with .Values.networkPolicy.egress }}
+{{ toYaml . }}
 {{- end }}
 {{- end -}}
 
