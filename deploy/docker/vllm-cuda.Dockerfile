@@ -1,7 +1,8 @@
 # The image `vllm-cuda`: make images, or
 #   docker build -f deploy/docker/vllm-cuda.Dockerfile -t outrider:0.1.1-vllm-cuda .
 # With Ray, as `ray-vllm-cuda` for KubeRay and for targets over several nodes: --build-arg EXTRAS=ray
-# vLLM's own image has matching versions of torch, CUDA and vLLM. `deploy/docker/try_image.sh` builds on Debian instead.
+# vLLM's own image has matching versions of torch, CUDA and vLLM. What it lacks is installed without hashes, because that depends
+# on the image. Give BASE with its digest (...@sha256:...) to build on exactly that image. `deploy/docker/try_image.sh` builds on Debian instead.
 ARG BASE=vllm/vllm-openai:v0.32.0
 
 FROM ${BASE} AS build
