@@ -22,10 +22,11 @@ from cluster.transport.dialing import KEEPALIVE, PLAIN, Dialer
 from cluster.wire.codec import decode_reply, encode_request
 from cluster.wire.messages import SpeculateRequest
 from cluster.wire.outbox import Outbox
-from protos.speculation.v1 import draft_pb2, draft_pb2_grpc, types_pb2
+from cluster.wire.parsing import parse
+from protos.speculation.v1 import draft_pb2, types_pb2
 
 if TYPE_CHECKING:
-    _Call = grpc.aio.StreamStreamCall[draft_pb2.SpeculateRequest, draft_pb2.SpeculateReply]
+    _Call = grpc.aio.StreamStreamCall[draft_pb2.SpeculateRequest, bytes]
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,9 @@ _MAX_WAITING_BYTES = 2**20  # unread replies of a link; the last one may exceed 
 _REPLY_BYTES = 1024  # minimum cost of a reply
 _WAIT_SECONDS = 0.002
 _LABEL_DIGITS = 8
+_SERVICE = "speculation.v1.Draft"
 _MAX_NAME_CHARACTERS = 256
+_MAX_REASON_CHARACTERS = 200
 _STOPPED = "Cancelling all calls"  # gRPC's message when a server is being shut down
 _DESCRIBE_TIMEOUT_SECONDS = 5.0
 _LINK_OPTIONS = (
@@ -135,27 +138,27 @@ class DraftLink:
         while True:
             version = self._dialer.version
             async with self._dialer.channel(self.address, _LINK_OPTIONS) as channel:
-                stub = draft_pb2_grpc.DraftStub(channel)
                 while version == self._dialer.version:
-                    up_seconds = await self._live(stub)
+                    up_seconds = await self._live(channel)
                     if up_seconds >= _STABLE_SECONDS:
                         backoff.succeeded()
                     is_gone = up_seconds == 0.0 and not self._is_unusable
                     await asyncio.sleep(backoff.failed(_RECONNECT_SECONDS if is_gone else _REPAIR_SECONDS))
 
-    async def _live(self, stub: draft_pb2_grpc.DraftStub) -> float:
+    async def _live(self, channel: grpc.aio.Channel) -> float:
         """Connects once, and serves the link until it goes down. Returns the seconds that the link was up."""
         up_at: float | None = None
         level, cause = logging.INFO, "the worker has stopped"
         self._is_unusable = False
         try:
-            await self._check_pair(stub)
+            await self._check_pair(channel)
             self._refusal = None
             up_at = time.monotonic()
-            await self._stream(stub)
+            await self._stream(channel)
         except grpc.aio.AioRpcError as error:
             if error.details() != _STOPPED:
-                level, cause = logging.WARNING, f"{error.code().name}: {error.details()}"
+                details = (error.details() or "")[:_MAX_REASON_CHARACTERS]
+                level, cause = logging.WARNING, f"{error.code().name}: {details}"
             if up_at is None:
                 self._report(error)
         except ValueError as error:
@@ -183,21 +186,32 @@ class DraftLink:
             logger.error("draft worker %s: %s", self.address, refusal)
         self._refusal = refusal or self._refusal
 
-    async def _check_pair(self, stub: draft_pb2_grpc.DraftStub) -> None:
+    async def _check_pair(self, channel: grpc.aio.Channel) -> None:
         """Stores the worker's model. Raises ConfigurationError if its tokenizer's fingerprint is not the target's."""
-        description = await stub.Describe(types_pb2.DescribeRequest(), timeout=_DESCRIBE_TIMEOUT_SECONDS)
-        fingerprint = description.model.tokenizer_fingerprint
+        # The answers stay bytes, because gRPC logs a traceback for each message that it cannot parse.
+        describe: grpc.aio.UnaryUnaryMultiCallable[types_pb2.DescribeRequest, bytes] = channel.unary_unary(
+            f"/{_SERVICE}/Describe", types_pb2.DescribeRequest.SerializeToString
+        )
+        answer = await describe(types_pb2.DescribeRequest(), timeout=_DESCRIBE_TIMEOUT_SECONDS)
+        try:
+            description = parse(draft_pb2.DraftDescription, answer)
+        except ValueError as error:
+            raise ConfigurationError(f"draft worker {self.address} is not used: {error}") from error
+        fingerprint = description.model.tokenizer_fingerprint[:_MAX_REASON_CHARACTERS]
         if fingerprint != self._tokenizer_fingerprint:
             raise ConfigurationError(
-                f"draft worker {self.address} ({description.model.name}) is not used: its tokenizer "
+                f"draft worker {self.address} ({_label(description.model)}) is not used: its tokenizer "
                 f"{fingerprint} differs from the target's {self._tokenizer_fingerprint}; if its draft has most of the "
                 "target's tokens, set target.model in the worker's configuration"
             )
         self.model, self.is_one_pass = _label(description.model), description.is_one_pass
 
-    async def _stream(self, stub: draft_pb2_grpc.DraftStub) -> None:
+    async def _stream(self, channel: grpc.aio.Channel) -> None:
         """Runs one stream: reports the link as up, delivers replies, reports it as down."""
-        call = stub.Speculate()
+        speculate: grpc.aio.StreamStreamMultiCallable[draft_pb2.SpeculateRequest, bytes] = channel.stream_stream(
+            f"/{_SERVICE}/Speculate", draft_pb2.SpeculateRequest.SerializeToString
+        )
+        call = speculate()
         await call.wait_for_connection()
         outbox: Outbox[SpeculateRequest] = Outbox()
         self._outbox = outbox
@@ -229,11 +243,11 @@ class DraftLink:
             while self._num_delivered_bytes - self.num_taken_bytes > _MAX_WAITING_BYTES:  # noqa: ASYNC110
                 await asyncio.sleep(_WAIT_SECONDS)
             started_at = time.thread_time()
-            num_bytes = message.ByteSize()
+            num_bytes = len(message)
             if num_bytes > opened.max_reply_bytes:
                 raise ValueError(f"{num_bytes} bytes, where {opened.max_reply_bytes} were asked for at most")
             self.traffic.received += num_bytes
-            reply = decode_reply(message)
+            reply = decode_reply(parse(draft_pb2.SpeculateReply, message))
             opened.received(reply)
             held_seconds = 0.0 if reply.timing is None else reply.timing.held_seconds
             if answer_seconds >= held_seconds:  # otherwise the reply crossed the last message

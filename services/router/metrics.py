@@ -178,7 +178,7 @@ class RouterMetrics:
         )
         self._moved = Counter(
             "outrider_requests_moved",
-            "Sequences moved to another target, by what happened to the one before: lost, draining, stuck or unloaded.",
+            "Sequences moved to another target, by its end: lost, draining, stuck, failed or unloaded.",
             ["model_name", "reason"],
             registry=registry,
         )

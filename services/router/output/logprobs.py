@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -84,4 +85,4 @@ class LogprobsFormat:
 
 
 def _finite(logprob: float) -> float:
-    return logprob if logprob > _LEAST else _LEAST  # replaces NaN too, which JSON does not have
+    return logprob if _LEAST < logprob < math.inf else _LEAST  # replaces NaN too, which JSON does not have

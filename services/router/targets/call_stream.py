@@ -14,22 +14,26 @@ from typing import TYPE_CHECKING
 import grpc
 
 from cluster.errors import OutriderError
+from cluster.wire.parsing import parse
 from cluster.wire.replies import EPOCH_KEY, UNFINISHED, CallReply, decode_replies
 from protos.speculation.v1 import target_pb2
+from services.router.targets.reply_limits import ReplyLimits
 
 if TYPE_CHECKING:
-    _Stream = grpc.aio.StreamStreamCall[target_pb2.GenerateCommands, target_pb2.GenerateReplies]
+    _Stream = grpc.aio.StreamStreamCall[target_pb2.GenerateCommands, bytes]
 
 logger = logging.getLogger(__name__)
 
 _COMMAND_BYTES = 2**18  # size from which no more commands are added to a message; workers accept up to 16 MiB
+_SPARE_BYTES = 2**20  # of a message: errors, and replies to calls that have ended
 _WOKEN_AT_ONCE = 16  # number of calls to wake before the event loop does other work
 
 
 class Call:
     """One sequence's call. At most one reply waits to be taken: later ones are merged into it."""
 
-    def __init__(self, cancel: Callable[[], None]) -> None:
+    def __init__(self, cancel: Callable[[], None], limits: ReplyLimits | None = None) -> None:
+        self.limits = limits
         self.has_ended = False  # the last reply was taken, or the error raised
         self._loop = asyncio.get_running_loop()
         self._cancel = cancel
@@ -94,16 +98,23 @@ class CallStream:
         translate: Callable[[OutriderError], OutriderError],
         explain: Callable[[str | None], OutriderError],
         epoch: int | None = None,
+        vocab_size: int | None = None,
     ) -> None:
-        """`translate` returns the caller's error for an error that the target reports.
+        """`stream` yields its messages as bytes.
+
+        `translate` returns the caller's error for an error that the target reports.
 
         `explain` returns the caller's error for the end of the stream. It gets the reason why the stream broke, or None
         if the worker closed it normally. If a worker with another `epoch` serves the stream, all calls on it fail,
-        because the target's description is about a different worker.
+        because the target's description is about a different worker. `vocab_size`: number of tokens of the model.
         """
         self.has_begun = False  # whether a worker serves it
         self.has_ended = False
+        self.is_unusable = False  # whether it ended because the worker sent an unusable message
         self._epoch = epoch
+        self._vocab_size = vocab_size
+        self._open_bytes = 0  # maximum size of the replies to all calls
+        self._max_message_bytes = _SPARE_BYTES  # based on the most calls that ran at once
         self._stream = stream
         self._translate = translate
         self._explain = explain
@@ -118,7 +129,10 @@ class CallStream:
 
     def start(self, request: target_pb2.GenerateRequest) -> Call:
         number = next(self._numbers)
-        call = self._calls[number] = Call(lambda: self._cancel(number))
+        limits = ReplyLimits(request, self._vocab_size)
+        call = self._calls[number] = Call(lambda: self._cancel(number), limits)
+        self._open_bytes += limits.max_bytes
+        self._max_message_bytes = max(self._max_message_bytes, _SPARE_BYTES + self._open_bytes)
         self._unsent[number] = target_pb2.StartCall(call=number, request=request)
         self._has_commands.set()
         return call
@@ -142,8 +156,9 @@ class CallStream:
         await asyncio.gather(self._reader, self._writer, return_exceptions=True)
 
     def _cancel(self, number: int) -> None:
-        if self._calls.pop(number, None) is None:  # the last reply has arrived, and was not taken
+        if number not in self._calls:  # the last reply has arrived, and was not taken
             return
+        self._forget(number)
         if self._unsent.pop(number, None) is None:  # an unsent call needs no cancellation
             self._cancelled.append(number)
             self._has_commands.set()
@@ -174,14 +189,18 @@ class CallStream:
             await self._check_worker()
             async for message in self._stream:
                 self.has_begun = True
-                self._receive(decode_replies(message))
+                if len(message) > self._max_message_bytes:
+                    raise ValueError(f"{len(message)} bytes, of {self._max_message_bytes} at most")
+                self._receive(decode_replies(parse(target_pb2.GenerateReplies, message)))
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details()}"
         except _OtherWorkerError as error:
             reason = str(error)
+        except ValueError as error:
+            self.is_unusable, reason = True, str(error)
         except Exception:  # after any exception the waiting calls have to end
             logger.exception("a message of a target is unusable")
-            reason = "unusable message"
+            self.is_unusable, reason = True, "see the router's log"
         self.fail(self._explain(reason))
 
     async def _check_worker(self) -> None:
@@ -195,7 +214,10 @@ class CallStream:
             raise _OtherWorkerError(f"another worker (epoch {epoch!r}) serves the stream")
 
     def _receive(self, replies: dict[int, CallReply]) -> None:
-        for reply in replies.values():
+        for number, reply in replies.items():
+            call = self._calls.get(number)
+            if call is not None and call.limits is not None:
+                call.limits.check(reply)
             if reply.error is not None:
                 reply.error = self._translate(reply.error)
         self._deliver(replies)
@@ -207,11 +229,15 @@ class CallStream:
             if call is None:  # cancelled meanwhile
                 continue
             if reply.error is not None or reply.finish_reason != UNFINISHED:
-                del self._calls[number]
+                self._forget(number)
             if call.put(reply):
                 self._woken_next.append(call)
         if not is_waking:
             self._wake_some()
+
+    def _forget(self, number: int) -> None:
+        limits = self._calls.pop(number).limits
+        self._open_bytes -= 0 if limits is None else limits.max_bytes
 
     def _wake_some(self) -> None:
         for _ in range(min(_WOKEN_AT_ONCE, len(self._woken_next))):

@@ -59,14 +59,15 @@ async def run_anywhere(
     or `is_patient` returns True. Closing the generator frees the sequence.
 
     Raises UnavailableError if no worker can continue in that time, or after _MAX_MOVES moves. Raises OverloadedError
-    if all queues are full, and InternalError if _MAX_LOST_TARGETS in a row were lost without a new token. Raises
-    ModelNotFoundError if the adapter has been unloaded. Errors that a target reports for the request are raised, too.
+    if all queues are full. Raises InternalError if _MAX_LOST_TARGETS in a row were lost without a new token, or if the
+    only target failed. Raises ModelNotFoundError if the adapter has been unloaded. Errors that a target reports for the
+    request are raised, too.
     """
     await pool.wait_out_change()
     request_id, adapter = request.template.request_id, AdapterRef.of(request.template)
     replica = pool.choose(None, adapter, request.routing_key)
     traits, token_ids, num_lost_targets, num_scored = replica.traits, list[int](), 0, 0
-    full, num_moves, last_answer_at = set[Replica](), 0, time.monotonic()
+    full, lost, num_moves, last_answer_at = set[Replica](), set[Replica](), 0, time.monotonic()
     while num_moves < _MAX_MOVES:
         num_tokens_before, num_rescored = len(token_ids), 0
         try:
@@ -86,6 +87,7 @@ async def run_anywhere(
                             token_ids += reply.token_ids
                             num_lost_targets, last_answer_at = 0, time.monotonic()
                             full.clear()
+                            lost.clear()
                         if reply.finish_reason != UNFINISHED:
                             call.note(reply)
                         yield reply
@@ -106,14 +108,14 @@ async def run_anywhere(
         except ReplicaLostError as error:
             num_moves += 1
             if len(token_ids) == num_tokens_before:
-                num_lost_targets += error.reason in ("lost", "stuck") and error.was_reached
+                num_lost_targets += error.reason in ("lost", "stuck", "failed") and error.was_reached
             if num_lost_targets == _MAX_LOST_TARGETS:
                 logger.error("request %s: %d workers in a row were lost with it", request_id, num_lost_targets)
                 raise InternalError(
                     f"{num_lost_targets} workers in a row were lost with this request before they yielded a token of "
                     "it; it is not retried"
                 ) from error
-            logger.warning("request %s moves to another target: its own is %s", request_id, error.reason)
+            logger.debug("request %s moves to another target: its own is %s", request_id, error.reason)
             observer.moved(error.reason)
             if error.reason == "unloaded" and adapter is not None:
                 replica.forget(adapter)
@@ -122,6 +124,10 @@ async def run_anywhere(
                         f"the adapter {adapter.name!r} has been unloaded", param="model"
                     ) from error
             like = traits if token_ids else None
-            replica = await pool.wait_for(like, max_pause_seconds, adapter, request.routing_key)
+            lost.add(replica)
+            another = pool.find(like, adapter, request.routing_key, lost)
+            if another is None and error.reason == "failed":  # the same target would probably fail again
+                raise InternalError(error.message) from error
+            replica = another or await pool.wait_for(like, max_pause_seconds, adapter, request.routing_key)
             traits = traits if token_ids else replica.traits
     raise UnavailableError(f"the request was moved {_MAX_MOVES} times without finishing; retry")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Literal, NamedTuple
 
 import grpc
 
+from cluster.coordination.backoff import Backoff
 from cluster.errors import (
-    InternalError,
     InvalidRequestError,
     NotFoundError,
     OutriderError,
@@ -20,11 +22,13 @@ from cluster.errors import (
     from_status,
 )
 from cluster.transport.dialing import KEEPALIVE, PLAIN, Dialer
+from cluster.wire.parsing import parse
 from cluster.wire.replies import CallReply
 from protos.speculation.v1 import target_pb2, target_pb2_grpc, types_pb2
 from services.router.targets.affinity import RoutingKey
 from services.router.targets.call_stream import CallStream
 from services.router.targets.prefixes import CHUNK_TOKENS, CachedPrefixes
+from services.router.targets.reply_limits import check_description
 from services.router.targets.traits import Traits
 
 logger = logging.getLogger(__name__)
@@ -34,23 +38,37 @@ POLL_TIMEOUT_S = 1.5  # after two in a row, within 4 s with the intervals, a wor
 _SILENT_POLLS = 2
 _ADAPTER_TIMEOUT_S = 300.0
 _MAX_MESSAGE_BYTES = 16 * 2**20
+_MAX_REPLY_BYTES = 128 * 2**20  # a message has the tokens of all sequences since the last one
+_REPAIR_SECONDS = 30.0  # maximum pause after an unusable message: the worker will probably send another one
+_STABLE_SECONDS = 30.0  # a stream that lived this long did not end because of its first replies
+_LOG_SECONDS = 10.0  # least time between two lines about the same error of calls
+_MAX_REASON_CHARACTERS = 200
+_SERVICE = "speculation.v1.Target"
+# Descriptions and observations are parsed by the event loop, so they are limited to a size that takes milliseconds.
+_SERVICE_CONFIG = {
+    "methodConfig": [
+        {"name": [{"service": _SERVICE, "method": method}], "maxResponseMessageBytes": 2**20}
+        for method in ("Describe", "Observe")
+    ]
+}
 
 _CALL_OPTIONS = (
     *KEEPALIVE,  # descriptions arrive every half second, so a ping is sent only when the other side has gone silent
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
-    # A message has the tokens of all sequences since the last one: its size is not limited.
-    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_receive_message_length", _MAX_REPLY_BYTES),
+    ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
     ("grpc.use_local_subchannel_pool", 1),
 )
 
 ReplicaStatus = Literal["up", "down", "draining", "stuck", "refused"]
 "refused: it answers, but does not match the pool or the router."
 
-LossReason = Literal["lost", "draining", "stuck", "unloaded"]
+LossReason = Literal["lost", "draining", "stuck", "failed", "unloaded"]
 _LOSS_MESSAGES: dict[LossReason, str] = {
     "lost": "the target worker was lost; retry",
     "draining": "the target worker is shutting down; retry",
     "stuck": "the target worker's engine makes no progress; retry",
+    "failed": "the target worker failed",
     "unloaded": "the target worker has unloaded the adapter; retry",
 }
 _IS_DRAINING = "is draining"
@@ -74,6 +92,7 @@ class ReplicaLostError(UnavailableError):
     lost: its stream broke, it was restarted, or it is silent although it is connected;
     draining: it is shutting down, and refused or gave up the call, or closed the stream;
     stuck: it reports that its engine makes no progress;
+    failed: it ended the call with an error that is not the request's;
     unloaded: it refused the call, because it no longer holds the call's adapter.
     """
 
@@ -119,6 +138,11 @@ class Replica:
         self._dialer_version = dialer.version
         self._channel = dialer.channel(address, _CALL_OPTIONS)
         self._stub = target_pb2_grpc.TargetStub(self._channel)
+        self._began_at = 0.0  # when the last stream began
+        self._pauses = Backoff()
+        self._paused_until = 0.0
+        self._unusable = ""  # why it is paused
+        self._logged_at: dict[str, float] = {}  # when an error of calls was last logged, by its status
         self._calls: CallStream | None = None
         self._calls_epoch: int | None = None  # epoch of the worker that the stream was opened to; None: not known yet
         self._num_polls = 0
@@ -192,18 +216,29 @@ class Replica:
         number, self._num_polls = self._num_polls, self._num_polls + 1
         await self._follow_certificates()
         failure: grpc.aio.AioRpcError | None = None
-        description: target_pb2.TargetDescription | None = None
+        answer: bytes | None = None
         try:
-            description = await self._stub.Describe(types_pb2.DescribeRequest(), timeout=POLL_TIMEOUT_S)
+            describe: grpc.aio.UnaryUnaryMultiCallable[types_pb2.DescribeRequest, bytes] = self._channel.unary_unary(
+                f"/{_SERVICE}/Describe", types_pb2.DescribeRequest.SerializeToString
+            )
+            answer = await describe(types_pb2.DescribeRequest(), timeout=POLL_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             failure = error
         if number <= self._newest_answered:
             return  # a later poll has been answered, or the worker was lost since
         self._newest_answered = number
-        if description is not None:
+        if answer is not None:
             was_silent, self._num_silent_polls = self.is_silent, 0
-            self.description, self._has_answered = description, True
-            self._consider(description)
+            self._has_answered = True
+            try:
+                description = parse(target_pb2.TargetDescription, answer)
+                check_description(description)
+            except ValueError as error:
+                self.description = None
+                self._become("refused", f"its description is unusable: {error}"[:_MAX_REASON_CHARACTERS])
+            else:
+                self.description = description
+                self._consider(description)
             if was_silent:
                 self._notify()
             return
@@ -253,7 +288,13 @@ class Replica:
             raise ReplicaLostError("draining")
         if self._calls is None or self._calls.has_ended:
             epoch = self._calls_epoch = None if self.description is None else self.description.epoch
-            self._calls = CallStream(self._stub.GenerateMany(), self._translate, self._explain_end, epoch)
+            vocab_size = None if self.description is None else self.description.model.vocab_size
+            # The messages stay bytes, because gRPC logs a traceback for each one that it cannot parse.
+            generate: grpc.aio.StreamStreamMultiCallable[target_pb2.GenerateCommands, bytes] = (
+                self._channel.stream_stream(f"/{_SERVICE}/GenerateMany", target_pb2.GenerateCommands.SerializeToString)
+            )
+            self._calls = CallStream(generate(), self._translate, self._explain_end, epoch, vocab_size)
+            self._began_at = time.monotonic()
         call = self._calls.start(request)
         del request  # it may be large, and its copy is on the way
         self.num_in_flight += 1
@@ -318,6 +359,8 @@ class Replica:
                 f"its tokenizer has the fingerprint {fingerprint[:64] or 'none'}, the router's has "
                 f"{self._tokenizer_fingerprint}: start both with the same model",
             )
+        elif time.monotonic() < self._paused_until:
+            self._become("refused", self._unusable)
         elif description.is_stuck:
             self._become("stuck", "its engine makes no progress")
         elif description.is_draining:
@@ -343,8 +386,18 @@ class Replica:
         if why is None:  # a draining worker closes the stream when no call runs on it
             self._become("draining", _IS_DRAINING)
             return ReplicaLostError("draining")
-        logger.warning("target %s: its stream has ended: %s", self.address, why)
-        self._become("down", "was lost")
+        if time.monotonic() > self._began_at + _STABLE_SECONDS:
+            self._pauses.succeeded()
+        if self._calls is not None and self._calls.is_unusable:
+            self._paused_until = time.monotonic() + self._pauses.failed(_REPAIR_SECONDS)
+            self._unusable = f"it sent an unusable message: {why[:_MAX_REASON_CHARACTERS]}"
+            self._become("refused", self._unusable)
+        else:
+            reason = why[:_MAX_REASON_CHARACTERS]
+            logger.warning(
+                "target %s: its stream with %d calls has ended: %s", self.address, self.num_in_flight, reason
+            )
+            self._become("down", "was lost")
         return ReplicaLostError("lost", was_reached=self._calls is not None and self._calls.has_begun)
 
     def _translate(self, error: OutriderError) -> OutriderError:
@@ -354,7 +407,10 @@ class Replica:
         """
         if isinstance(error, InvalidRequestError):
             return error
-        logger.warning("target %s: %s: %s", self.address, error.grpc_code.name, error.message)
+        status, now = error.grpc_code.name, time.monotonic()
+        if now > self._logged_at.get(status, -_LOG_SECONDS) + _LOG_SECONDS:
+            self._logged_at[status] = now
+            logger.warning("target %s: %s: %s", self.address, status, error.message[:_MAX_REASON_CHARACTERS])
         if isinstance(error, NotFoundError):
             return ReplicaLostError("unloaded", was_reached=False)
         if isinstance(error, OverloadedError):
@@ -362,7 +418,7 @@ class Replica:
         if isinstance(error, UnavailableError):
             self._become("draining", _IS_DRAINING)
             return ReplicaLostError("draining")
-        return InternalError("the target worker failed")
+        return ReplicaLostError("failed")
 
     def _become(self, status: ReplicaStatus, problem: str | None) -> None:
         self.status = status

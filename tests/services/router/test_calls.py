@@ -48,10 +48,10 @@ class TwoMessages:
 
     async def __aiter__(self):
         await asyncio.sleep(0.01)  # until every call waits
-        yield encode_replies({call: CallReply([1]) for call in range(self._num_calls)})
+        yield encode_replies({call: CallReply([1]) for call in range(self._num_calls)}).SerializeToString()
         for _ in range(3):
             await asyncio.sleep(0)
-        yield encode_replies({call: CallReply([2], LENGTH) for call in range(self._num_calls)})
+        yield encode_replies({call: CallReply([2], LENGTH) for call in range(self._num_calls)}).SerializeToString()
         await asyncio.sleep(60)
 
 
@@ -64,7 +64,7 @@ def test_a_message_that_comes_early_is_merged_into_what_waits_for_its_turn():
 
     async def run() -> list[list[list[int]]]:
         stream = CallStream(TwoMessages(200), lambda error: error, lambda _: UnavailableError("lost"))
-        calls = [stream.start(target_pb2.GenerateRequest()) for _ in range(200)]
+        calls = [stream.start(target_pb2.GenerateRequest(max_tokens=2)) for _ in range(200)]
         taken = await asyncio.gather(*map(replies, calls))
         await stream.close()
         return taken

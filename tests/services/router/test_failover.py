@@ -109,6 +109,16 @@ def test_a_draining_target_hands_its_requests_over(pair):
     assert moved(router) == {"draining": 1}
 
 
+def test_a_request_that_fails_goes_to_another_target_if_there_is_one(pair):
+    first, second, router = pair
+    first.fail_after, first.failure = 2, (grpc.StatusCode.INTERNAL, "broken")
+    answer = router.complete(prompt=[70], max_tokens=4, return_token_ids=True).json()
+    assert answer["choices"][0]["token_ids"] == [70] * 4
+    assert moved(router) == {"failed": 1}
+    second.fail_after, second.failure = 0, (grpc.StatusCode.INTERNAL, "broken")
+    assert router.complete(prompt=[70], max_tokens=4).status_code == 500
+
+
 def test_a_request_whose_targets_die_twice_before_a_token_takes_no_third(background, new_target, new_router):
     targets = [new_target() for _ in range(3)]
     for target in targets:
