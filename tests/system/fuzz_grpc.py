@@ -1,6 +1,10 @@
-"""Fuzzer of gRPC: peers that break the protocol on purpose, at the ports of the target and the draft.
+"""Fuzzer of gRPC: peers that break the protocol on purpose.
 
     python -m tests.system.fuzz_grpc --seconds 600
+    python -m tests.system.fuzz_grpc --minutes 10 --role server
+
+With the role `client` they call the ports of the target and the draft. With the role `server` they are workers: drafts
+that a target calls, and a target next to it that the router calls.
 
 Meanwhile a client that behaves asks the router for the same stream repeatedly. None of its tokens may change, no
 program may end, and no answer may report an internal failure. At the end memory, files and blocks are what they were.
@@ -9,6 +13,7 @@ program may end, and no answer may report an internal failure. At the end memory
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import socket
 import threading
@@ -17,7 +22,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import grpc
-from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
@@ -27,6 +31,9 @@ from protos.speculation.v1 import draft_pb2, target_pb2, types_pb2
 from services.launch.local import LocalCluster
 from tests.system.conftest import READY_TIMEOUT_SECONDS, cluster_config
 from tests.system.fuzzing import Figures, Resources, assert_nothing_kept, fuzz, programs, run_for_long
+from tests.system.hostile_servers import HostileDraft, HostileTarget
+from tests.system.open_cluster import Client, OpenCluster
+from tests.system.spoiling import STRINGS, Spoiler
 
 SETTINGS = ("speculation.max_run_ahead=34",)
 _SPECULATE = "/speculation.v1.Draft/Speculate"
@@ -46,27 +53,7 @@ _UNARY: dict[str, tuple[tuple[str, type[Message]], ...]] = {
         ("/speculation.v1.Draft/Nothing", types_pb2.DescribeRequest),
     ),
 }
-_INTEGERS = {
-    FieldDescriptor.CPPTYPE_INT32: (-(2**31), -1, 0, 1, 2**31 - 1),
-    FieldDescriptor.CPPTYPE_INT64: (-(2**63), -1, 0, 1, 2**63 - 1),
-    FieldDescriptor.CPPTYPE_UINT32: (0, 1, 2, 70, 511, 4096, 100_000, 2**31, 2**32 - 1),
-    FieldDescriptor.CPPTYPE_UINT64: (0, 1, 7, 2**63, 2**64 - 1),
-    FieldDescriptor.CPPTYPE_ENUM: (0, 1),
-}
-_FLOATS = (float("nan"), float("inf"), -float("inf"), -1.0, 0.0, 5e-324, 1e-40, 0.5, 1.0, 1e39, 1e308)
-_STRINGS = (
-    "",
-    "x",
-    "\0",
-    "\r\n\x1b[2J",
-    "ü" * 1000,
-    "../" * 50,
-    "{" * 5000,
-    "(a+)+" * 20,
-    "root ::= root root",
-    "[" * 99,
-)
-_COLUMN_LENGTHS = (1, 1, 3, 300, 20_000)
+NUM_HOSTILE_DRAFTS = 6
 _BROKEN = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DATA_LOSS)
 _OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),  # a connection of its own
@@ -84,6 +71,7 @@ class Attacker:
     def __init__(self, target: str, draft: str, seed: int, figures: Figures) -> None:
         self._addresses = {"target": target, "draft": draft}
         self._random = random.Random(seed)
+        self._spoiler = Spoiler(self._random)
         self._figures = figures
         self.ways: tuple[Callable[[], None], ...] = (
             self.speculates,
@@ -114,7 +102,7 @@ class Attacker:
         pool = self._random.choice(("target", "draft"))
         method, kind = self._random.choice(_UNARY[pool])
         message = kind()
-        self._spoil(message)
+        self._spoiler.spoil(message)
         self._ask(pool, method, message.SerializeToString())
 
     def sends_no_message(self) -> None:
@@ -122,11 +110,11 @@ class Attacker:
         stream, messages = (
             (_GENERATE, self._target_messages()) if pool == "target" else (_SPECULATE, self._draft_messages())
         )
-        data = [self._mutated(message.SerializeToString()) for message in messages]
+        data = [self._spoiler.mutated(message.SerializeToString()) for message in messages]
         if self._random.random() < 0.6:
             self._converse(stream, data)
         else:
-            self._ask(pool, self._random.choice(_UNARY[pool])[0], self._mutated(data[0]))
+            self._ask(pool, self._random.choice(_UNARY[pool])[0], self._spoiler.mutated(data[0]))
 
     def sends_too_much(self) -> None:
         """More than a message may have, or nearly as much, of tokens, entries or shapes."""
@@ -255,52 +243,12 @@ class Attacker:
         if self._random.random() < 0.3:
             messages += self._random.choices(messages, k=3)
         for _ in range(self._random.choice((0, 1, 1, 3))):
-            self._spoil(self._random.choice(messages))
+            self._spoiler.spoil(self._random.choice(messages))
         return messages
 
     @staticmethod
     def _bytes_of(messages: Sequence[Message]) -> list[bytes]:
         return [message.SerializeToString() for message in messages]
-
-    def _mutated(self, data: bytes) -> bytes:
-        mutated = bytearray(data or b"\0")
-        for _ in range(self._random.choice((1, 3, 30))):
-            mutated[self._random.randrange(len(mutated))] ^= 1 << self._random.randrange(8)
-        return bytes(mutated[: self._random.randrange(len(mutated)) + 1] if self._random.random() < 0.4 else mutated)
-
-    def _spoil(self, message: Message) -> None:
-        """Gives a field of `message`, or of one within it, a value at the edge of its type."""
-        fields = message.DESCRIPTOR.fields
-        if not fields:
-            return
-        field = self._random.choice(fields)
-        value = getattr(message, field.name)
-        if field.message_type is not None:
-            if not field.is_repeated:
-                value.SetInParent()
-                self._spoil(value)
-            elif len(value) and self._random.random() < 0.8:
-                self._spoil(self._random.choice(value))
-            else:
-                self._spoil(value.add())
-        elif not field.is_repeated:
-            setattr(message, field.name, self._extreme(field))
-        elif len(value) and self._random.random() < 0.5:
-            value[self._random.randrange(len(value))] = self._extreme(field)
-        elif self._random.random() < 0.3:
-            del value[:]
-        else:
-            value.extend([self._extreme(field)] * self._random.choice(_COLUMN_LENGTHS))
-
-    def _extreme(self, field: FieldDescriptor) -> Any:
-        if field.cpp_type in _INTEGERS:
-            return self._random.choice(_INTEGERS[field.cpp_type])
-        if field.cpp_type in (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT):
-            return self._random.choice(_FLOATS)
-        if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
-            return self._random.random() < 0.5
-        text = self._random.choice(_STRINGS)
-        return text.encode() if field.type == FieldDescriptor.TYPE_BYTES else text
 
     def _sampling(self) -> types_pb2.SamplingParams:
         params = SamplingParams(
@@ -360,7 +308,7 @@ class Attacker:
 
     def _request(self) -> target_pb2.GenerateRequest:
         request = target_pb2.GenerateRequest(
-            request_id=self._random.choice(("one", *_STRINGS)),
+            request_id=self._random.choice(("one", *STRINGS)),
             prompt_token_ids=self._tokens(self._random.choice((0, 1, 5, 300))),
             num_generated_tokens=self._random.choice((0, 0, 2, 2**32 - 1)),
             sampling=self._sampling(),
@@ -375,13 +323,13 @@ class Attacker:
             adapter=self._random.choice(("", "", "", "none", "\0")),
         )
         if self._random.random() < 0.4:
-            self._spoil(request.constraints)
+            self._spoiler.spoil(request.constraints)
         if self._random.random() < 0.2:
             forms = (
-                target_pb2.Grammar(json_schema=self._random.choice(('{"type": "integer"}', *_STRINGS))),
-                target_pb2.Grammar(regex=self._random.choice(("[0-9]+", *_STRINGS))),
-                target_pb2.Grammar(ebnf=self._random.choice(('root ::= "x"', *_STRINGS))),
-                target_pb2.Grammar(structural_tag=self._random.choice(_STRINGS)),
+                target_pb2.Grammar(json_schema=self._random.choice(('{"type": "integer"}', *STRINGS))),
+                target_pb2.Grammar(regex=self._random.choice(("[0-9]+", *STRINGS))),
+                target_pb2.Grammar(ebnf=self._random.choice(('root ::= "x"', *STRINGS))),
+                target_pb2.Grammar(structural_tag=self._random.choice(STRINGS)),
             )
             request.constraints.grammar.CopyFrom(self._random.choice(forms))
         return request
@@ -423,5 +371,41 @@ def run(seconds: float, seed: int, *overrides: str) -> tuple[Figures, str]:
         return figures, resources
 
 
+def run_servers(seconds: float, seed: int, *overrides: str) -> tuple[Figures, str]:
+    """Starts a cluster, lets hostile workers join it, and checks every answer. Returns the same as `run`."""
+    figures = Figures()
+    with contextlib.ExitStack() as stack:
+        settings = (*SETTINGS, "speculation.controller=fixed")  # another one would soon ask these drafts for nothing
+        cluster = stack.enter_context(OpenCluster(cluster_config(*settings, *overrides)))
+        cluster.wait_ready(READY_TIMEOUT_SECONDS)
+        client = stack.enter_context(contextlib.closing(Client(cluster.url, figures)))
+        client.learn()
+        (target,), (draft,) = cluster.config.target.addresses, cluster.config.draft.addresses
+        drafts = [stack.enter_context(HostileDraft(draft, seed * 100 + n, figures)) for n in range(NUM_HOSTILE_DRAFTS)]
+        hostile = stack.enter_context(HostileTarget(target, seed * 100 + NUM_HOSTILE_DRAFTS, figures))
+        before, pids = {child: Resources.of(child) for child in programs(cluster)}, [c.pid for c in programs(cluster)]
+        cluster.list_workers(targets=[target, hostile.address], drafts=[server.address for server in drafts])
+        asks = [functools.partial(client.ask, random.Random(seed * 100 + number)) for number in range(3)]
+        victims = [functools.partial(client.ask_as_victim, random.Random(-seed * 100 - number)) for number in range(3)]
+        fuzz(cluster.url, seconds, figures, [*asks, *victims])
+        client.close()
+        cluster.list_workers(targets=[target], drafts=[draft])
+        resources = "\n".join(
+            f"{child.name}: before {held}, after {Resources.of(child)}" for child, held in before.items()
+        )
+        try:
+            assert_nothing_kept(cluster, before, pids, _MEMORY_BYTES)
+            for child, held in before.items():
+                grown = Resources.of(child).num_peak_bytes - held.num_peak_bytes
+                assert grown <= _MEMORY_BYTES, f"the {child.name} had grown by {grown} bytes"
+        except AssertionError as error:
+            figures.failures.append(str(error))
+        return figures, f"{resources}\nslowest answer: {client.slowest_seconds:.1f} s"
+
+
+def run_as(seconds: float, seed: int, *overrides: str, role: str) -> tuple[Figures, str]:
+    return (run_servers if role == "server" else run)(seconds, seed, *overrides)
+
+
 if __name__ == "__main__":
-    raise SystemExit(run_for_long(__doc__, run))
+    raise SystemExit(run_for_long(__doc__, run_as, ["client", "server"]))

@@ -87,12 +87,15 @@ class Resources:
 
     num_files: int
     num_bytes: int
+    num_peak_bytes: int  # the most since the process began
 
     @classmethod
     def of(cls, child: Child) -> Resources:
         process = Path(f"/proc/{child.pid}")
         pages = int((process / "statm").read_text().split()[1])
-        return cls(len(list((process / "fd").iterdir())), pages * 4096)
+        status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
+        peak = 1024 * int(status["VmHWM"].split()[0])
+        return cls(len(list((process / "fd").iterdir())), pages * 4096, peak)
 
 
 def assert_nothing_kept(
@@ -122,15 +125,22 @@ def programs(cluster: LocalCluster) -> list[Child]:
     return [cluster.router, *cluster.targets, *cluster.drafts]
 
 
-def run_for_long(description: str | None, run: Callable[..., tuple[Figures, str]]) -> int:
-    """The command line of a fuzzer: `run(seconds, seed, *overrides)`. Returns the exit code."""
+def run_for_long(description: str | None, run: Callable[..., tuple[Figures, str]], roles: Sequence[str] = ()) -> int:
+    """The command line of a fuzzer: `run(seconds, seed, *overrides)`, with `role` if there are `roles`.
+
+    Returns the exit code.
+    """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--minutes", dest="seconds", type=lambda minutes: 60.0 * float(minutes), metavar="MINUTES")
     parser.add_argument("--seed", type=int, default=None, help="of what is sent; default: the time")
+    if roles:
+        parser.add_argument("--role", choices=roles, default=roles[0], help="what is played; default: %(default)s")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
     arguments = parser.parse_args()
     seed = int(time.time()) if arguments.seed is None else arguments.seed
     print(f"seed {seed}", flush=True)
-    figures, resources = run(arguments.seconds, seed, *arguments.overrides)
+    role = {"role": arguments.role} if roles else {}
+    figures, resources = run(arguments.seconds, seed, *arguments.overrides, **role)
     print(*figures.failures[:50], figures, resources, sep="\n")
     return 1 if figures.failures else 0
