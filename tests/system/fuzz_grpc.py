@@ -35,7 +35,7 @@ from tests.system.hostile_servers import HostileDraft, HostileTarget
 from tests.system.open_cluster import Client, OpenCluster
 from tests.system.spoiling import STRINGS, Spoiler
 
-SETTINGS = ("speculation.max_run_ahead=34",)
+SETTINGS = ("speculation.max_run_ahead=34", "target.kv_cache_bytes=67108864")
 _SPECULATE = "/speculation.v1.Draft/Speculate"
 _GENERATE = "/speculation.v1.Target/GenerateMany"
 _UNARY: dict[str, tuple[tuple[str, type[Message]], ...]] = {

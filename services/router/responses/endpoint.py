@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from cluster.errors import ContextLengthError, InvalidRequestError, NotFoundError
+from cluster.errors import InvalidRequestError, NotFoundError
 from services.router.api.reply import Reply
 from services.router.chat.endpoint import ChatCompletions, ChatRequest
 from services.router.chat.messages import Message
@@ -21,6 +21,7 @@ from services.router.errors import excerpt
 from services.router.output.message import Reader
 from services.router.responses.reply import ResponsesReply
 from services.router.responses.request import ResponsesChat, renamed, to_chat
+from services.router.responses.truncation import longest_that_fits
 
 RESPONSES_PATH = "/v1/responses"
 INPUT_TOKENS_PATH = "/v1/responses/input_tokens"
@@ -65,31 +66,13 @@ class Responses(ChatCompletions):
         if request.origin.truncation == "disabled":
             return super()._encode(request)
         room = self._serving.pool.limits().max_model_len - (request.token_limit[1] or 1)
-        prompt = self._within(request, request.messages, room) or self._truncated(request, room)
+        conversation = request.conversation
+
+        def encode(messages: Sequence[Message]) -> list[int]:
+            return self._encode_within(request, replace(conversation, messages=messages), room)
+
+        prompt = longest_that_fits(request.messages, encode, room)
         return [prompt] if prompt else super()._encode(request)
-
-    def _within(self, request: ResponsesChat, messages: Sequence[Message], room: int) -> list[int]:
-        """Returns the prompt of `messages`; [] if it has more than `room` tokens."""
-        try:
-            prompt = self._encode_within(request, replace(request.conversation, messages=messages), room)
-        except ContextLengthError:
-            return []
-        return prompt if len(prompt) <= room else []
-
-    def _truncated(self, request: ResponsesChat, room: int) -> list[int]:
-        """Returns the prompt without the oldest messages, so that it has at most `room` tokens.
-
-        Returns [] if that is impossible.
-        """
-        cuts = _cuts(request.messages)
-        prompt: list[int] = []
-        while cuts:  # binary search for the shortest cut that suffices
-            middle = len(cuts) // 2
-            if attempt := self._within(request, cuts[middle], room):
-                prompt, cuts = attempt, cuts[:middle]
-            else:
-                cuts = cuts[middle + 1 :]
-        return prompt
 
     def _reader(self, request: ChatRequest, prompt: list[int]) -> Reader:
         return super()._reader(request, prompt) or Reader()
@@ -98,17 +81,3 @@ class Responses(ChatCompletions):
         assert isinstance(request, ResponsesChat)
         assert reader is not None
         return ResponsesReply(request=request, reader=reader, **frame)
-
-
-def _cuts(messages: list[Message]) -> list[list[Message]]:
-    """Returns versions of `messages` without the oldest ones, from the longest to the shortest.
-
-    System messages stay, and a user message follows them, so that no tool result is left without its call. The
-    shortest version begins with the last user message.
-    """
-    cuts = []
-    for start in range(1, len(messages)):
-        if messages[start]["role"] == "user":
-            kept = [message for message in messages[:start] if message["role"] == "system"]
-            cuts.append(kept + messages[start:])
-    return cuts
