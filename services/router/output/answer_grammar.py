@@ -48,12 +48,10 @@ def answer_grammar(grammar: Grammar, field: str, reader: Reader, special_tokens:
 def _check_apart(grammar: Grammar, field: str, tools: Sequence[Tool]) -> None:
     """Raises InvalidRequestError unless `grammar` is a schema that excludes calls written as plain objects."""
     schema = json.loads(grammar.text) if grammar.form == "json_schema" else {}
-    names = {"enum": [tool.name for tool in tools]}
+    names, references = {"enum": [tool.name for tool in tools]}, References(schema)
     with contextlib.suppress(SchemaError):
         if all(
-            are_apart(
-                schema, {"type": "object", "properties": {name: names}, "required": [name, key]}, References(schema)
-            )
+            are_apart(schema, {"type": "object", "properties": {name: names}, "required": [name, key]}, references)
             for name in NAME_KEYS
             for key in ARGUMENT_KEYS
         ):

@@ -12,6 +12,7 @@ from cluster.constraints import Grammar
 from cluster.errors import InvalidRequestError
 from services.router.errors import excerpt, warn_of
 from services.router.structured.grammar import enforceable_schema, schema_text
+from services.router.structured.references import SchemaWork
 
 MAX_DESCRIPTION_CHARACTERS = 65_536
 MAX_SCHEMA_CHARACTERS = 65_536
@@ -191,25 +192,26 @@ def tool_grammar(choice: ToolChoice, tools: Sequence[Tool], *, parallel: bool) -
     "parameters": ...}, with exactly one unless `parallel` is set. Raises InvalidRequestError if the parameters of a
     tool that may be called cannot be enforced.
     """
+    work = SchemaWork()
     if choice.mode == "named":
         (named,) = (tool for tool in tools if tool.name == choice.name)
-        return Grammar("json_schema", schema_text(_parameters(named)))
+        return Grammar("json_schema", schema_text(_parameters(named, work)))
     if choice.mode != "required":
         return None
-    calls = [_call_schema(tool) for tool in choice.offered(tools)]
+    calls = [_call_schema(tool, work) for tool in choice.offered(tools)]
     schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
     if not parallel:
         schema["maxItems"] = 1
     return Grammar("json_schema", schema_text(schema))
 
 
-def _parameters(tool: Tool) -> dict[str, Any]:
+def _parameters(tool: Tool, work: SchemaWork) -> dict[str, Any]:
     """Returns the enforceable schema of the arguments of `tool`."""
-    return enforceable_schema({"type": "object", **tool.parameters}, f"{tool.where}.function.parameters")
+    return enforceable_schema({"type": "object", **tool.parameters}, f"{tool.where}.function.parameters", work)
 
 
-def _call_schema(tool: Tool) -> Schema:
-    return call_object({"const": tool.name}, "parameters", _parameters(tool))
+def _call_schema(tool: Tool, work: SchemaWork) -> Schema:
+    return call_object({"const": tool.name}, "parameters", _parameters(tool, work))
 
 
 def call_object(names: Schema, argument_key: str, arguments: Schema) -> dict[str, Any]:

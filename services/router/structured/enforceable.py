@@ -13,7 +13,7 @@ from typing import Any
 from services.router.structured.arrays import array
 from services.router.structured.errors import SchemaError, at
 from services.router.structured.objects import object_
-from services.router.structured.references import References
+from services.router.structured.references import References, SchemaWork
 from services.router.structured.scalars import integer, number, string
 from services.router.structured.values import (
     TYPES,
@@ -25,7 +25,6 @@ from services.router.structured.values import (
 )
 
 MAX_DEPTH = 64
-MAX_SCHEMAS = 4096  # maximum number of schemas within one
 MAX_DEFINITIONS = 256
 
 _KEYWORDS = {
@@ -45,13 +44,13 @@ _IN_PLACE = ("$ref", "allOf", "anyOf", "oneOf")
 _REFUSED = ("not", "if", "then", "else", "$dynamicRef", "$recursiveRef")
 
 
-def to_enforceable(schema: object) -> dict[str, Any]:
+def to_enforceable(schema: object, work: SchemaWork | None = None) -> dict[str, Any]:
     """Returns a schema that grammars enforce, and whose answers are valid for `schema`.
 
-    Its only references are to its own `$defs`. Raises SchemaError.
+    Its only references are to its own `$defs`. `work`: that of the request's schemas so far. Raises SchemaError.
     """
     try:
-        return _Translation(schema).result()
+        return _Translation(schema, work or SchemaWork()).result()
     except RecursionError:
         raise SchemaError("", "is nested too deep") from None
 
@@ -59,12 +58,12 @@ def to_enforceable(schema: object) -> dict[str, Any]:
 class _Translation:
     """The translation of one schema."""
 
-    def __init__(self, root: object) -> None:
+    def __init__(self, root: object, work: SchemaWork) -> None:
         self._root = root
-        self._references = References(root)
+        self._work = work
+        self._references = References(root, work)
         self._names: dict[str, str] = {}  # names of the definitions, by reference
         self._waiting: list[tuple[str, Any]] = []  # references, and the schemas they refer to
-        self._num_schemas = 0
 
     def result(self) -> dict[str, Any]:
         found = self._translate(self._root, "")
@@ -76,9 +75,7 @@ class _Translation:
         return found | {"$defs": definitions} if definitions else found
 
     def _translate(self, schema: Any, path: str, depth: int = 1) -> dict[str, Any]:
-        self._num_schemas += 1
-        if self._num_schemas > MAX_SCHEMAS:
-            raise SchemaError("", f"has more than {MAX_SCHEMAS} schemas within it")
+        self._work.begin_schema()
         if depth > MAX_DEPTH:
             raise SchemaError("", f"is more than {MAX_DEPTH} schemas deep")
         if schema is False:

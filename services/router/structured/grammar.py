@@ -13,6 +13,7 @@ from services.router.errors import excerpt
 from services.router.http.json_values import parse_json
 from services.router.structured.enforceable import to_enforceable
 from services.router.structured.errors import SchemaError
+from services.router.structured.references import SchemaWork
 
 MAX_GRAMMAR_CHARACTERS = 65_536
 MAX_CHOICES = 1024
@@ -20,13 +21,13 @@ MAX_CHOICES = 1024
 _ANY_OBJECT = Grammar("json_schema", '{"type":"object"}')
 
 
-def enforceable_schema(schema: object, name: str) -> dict[str, Any]:
-    """Returns the schema that enforces `schema`, the field `name` of a request.
+def enforceable_schema(schema: object, name: str, work: SchemaWork) -> dict[str, Any]:
+    """Returns the schema that enforces `schema`, the field `name` of a request. `work`: that of the request's schemas.
 
     Raises InvalidRequestError naming the path of a keyword that cannot be enforced.
     """
     try:
-        return to_enforceable(schema)
+        return to_enforceable(schema, work)
     except SchemaError as error:
         field = name.partition(".")[0].partition("[")[0]
         raise InvalidRequestError(f"{name}{error.path} {error.reason}", param=field) from error
@@ -50,15 +51,15 @@ def grammar_of(fields: Mapping[str, Any]) -> Grammar | None:
 
 
 def _each(fields: Mapping[str, Any]) -> list[tuple[str, Grammar | None]]:
-    structured = fields.get("structured_outputs")
+    structured, work = fields.get("structured_outputs"), SchemaWork()
     return [
-        ("response_format", _response_format(fields.get("response_format"))),
-        ("structured_outputs", None if structured is None else _structured_outputs(structured)),
-        *((name, _guided(name, fields[name])) for name in GUIDED if fields.get(name) is not None),
+        ("response_format", _response_format(fields.get("response_format"), work)),
+        ("structured_outputs", None if structured is None else _structured_outputs(structured, work)),
+        *((name, GUIDED[name](name, fields[name], work)) for name in GUIDED if fields.get(name) is not None),
     ]
 
 
-def _response_format(value: object) -> Grammar | None:
+def _response_format(value: object, work: SchemaWork) -> Grammar | None:
     name = "response_format"
     if value is None:
         return None
@@ -70,9 +71,9 @@ def _response_format(value: object) -> Grammar | None:
         case "json_object":
             return _ANY_OBJECT
         case "json_schema":
-            return _json_schema(f"{name}.json_schema.schema", _described_schema(f"{name}.json_schema", value))
+            return _json_schema(f"{name}.json_schema.schema", _described_schema(f"{name}.json_schema", value), work)
         case "structural_tag":
-            return _structural_tag(name, dict(value))
+            return _structural_tag(name, dict(value), work)
         case other:
             kinds = "text, json_object, json_schema, structural_tag"
             raise _refusal(f"{name}.type", f"should be one of {kinds}", other)
@@ -90,7 +91,7 @@ def _described_schema(name: str, value: Mapping[str, Any]) -> object:
     return bare or {"type": "object"}
 
 
-def _structured_outputs(value: object) -> Grammar:
+def _structured_outputs(value: object, work: SchemaWork) -> Grammar:
     name = "structured_outputs"
     if not isinstance(value, Mapping):
         raise _refusal(name, "should be an object", value)
@@ -103,39 +104,35 @@ def _structured_outputs(value: object) -> Grammar:
     if len(given) != 1 or next(iter(given)) not in _STRUCTURED:
         raise _refusal(name, f"should have one of {', '.join(_STRUCTURED)}", value)
     ((kind, asked),) = given.items()
-    return _STRUCTURED[kind](f"{name}.{kind}", asked)
+    return _STRUCTURED[kind](f"{name}.{kind}", asked, work)
 
 
-def _guided(name: str, value: object) -> Grammar:
-    return GUIDED[name](name, value)
-
-
-def _json_schema(name: str, value: object) -> Grammar:
+def _json_schema(name: str, value: object, work: SchemaWork) -> Grammar:
     """Returns the grammar for a JSON schema; `value`: an object, or its JSON text."""
     if isinstance(value, str):
         value = _parsed(name, value, "should be a schema")
     if not isinstance(value, Mapping):
         raise _refusal(name, "should be a schema", value)
     _check_text(name, schema_text(value))
-    text = schema_text(enforceable_schema(value, name))
+    text = schema_text(enforceable_schema(value, name, work))
     return Grammar("json_schema", _check_text(name, text))
 
 
-def _json_object(name: str, value: object) -> Grammar:
+def _json_object(name: str, value: object, _: SchemaWork) -> Grammar:
     if value is not True:
         raise _refusal(name, "should be true", value)
     return _ANY_OBJECT
 
 
-def _regex(name: str, value: object) -> Grammar:
+def _regex(name: str, value: object, _: SchemaWork) -> Grammar:
     return Grammar("regex", _check_text(name, value))
 
 
-def _ebnf(name: str, value: object) -> Grammar:
+def _ebnf(name: str, value: object, _: SchemaWork) -> Grammar:
     return Grammar("ebnf", _check_text(name, value))
 
 
-def _choice(name: str, value: object) -> Grammar:
+def _choice(name: str, value: object, _: SchemaWork) -> Grammar:
     if not isinstance(value, list) or not 0 < len(value) <= MAX_CHOICES:
         raise _refusal(name, f"should be a list of 1 to {MAX_CHOICES} strings", value)
     for choice in value:
@@ -144,23 +141,25 @@ def _choice(name: str, value: object) -> Grammar:
     return Grammar("regex", _check_text(name, "|".join(map(re.escape, value))))
 
 
-def _structural_tag(name: str, value: object) -> Grammar:
+def _structural_tag(name: str, value: object, work: SchemaWork) -> Grammar:
     if isinstance(value, str):
         value = _parsed(name, value, "should be a structural tag")
-    return Grammar("structural_tag", _check_text(name, schema_text(_tag_with_enforceable(value, name))))
+    return Grammar("structural_tag", _check_text(name, schema_text(_tag_with_enforceable(value, name, work))))
 
 
-def _tag_with_enforceable(tag: Any, name: str) -> Any:
+def _tag_with_enforceable(tag: Any, name: str, work: SchemaWork) -> Any:
     """Returns `tag`, the part `name` of a structural tag, with enforceable schemas."""
     if isinstance(tag, list):
-        return [_tag_with_enforceable(part, f"{name}[{index}]") for index, part in enumerate(tag)]
+        return [_tag_with_enforceable(part, f"{name}[{index}]", work) for index, part in enumerate(tag)]
     if not isinstance(tag, Mapping):
         return tag
     # `schema` in the older form, which has `begin` and `end` next to it.
     is_json = tag.get("type") == "json_schema" and tag.get("style", "json") == "json"
     field = "json_schema" if is_json else "schema" if "begin" in tag else None
     return {
-        key: enforceable_schema(part, f"{name}.{key}") if key == field else _tag_with_enforceable(part, f"{name}.{key}")
+        key: enforceable_schema(part, f"{name}.{key}", work)
+        if key == field
+        else _tag_with_enforceable(part, f"{name}.{key}", work)
         for key, part in tag.items()
     }
 

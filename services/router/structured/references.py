@@ -8,15 +8,36 @@ from urllib.parse import unquote
 
 from services.router.structured.errors import SchemaError
 
+MAX_SCHEMAS = 8192  # in all schemas of a request
 MAX_STEPS = 50_000
 
 
-class References:
-    """Resolves the `$ref`s within one schema."""
+class SchemaWork:
+    """Counts the work on all schemas of one request, which share its limits."""
 
-    def __init__(self, root: object) -> None:
-        self._root = root
+    def __init__(self) -> None:
+        self._num_schemas = 0
         self._num_steps = 0
+
+    def begin_schema(self) -> None:
+        """Counts a schema. Raises SchemaError after MAX_SCHEMAS."""
+        self._num_schemas += 1
+        if self._num_schemas > MAX_SCHEMAS:
+            raise SchemaError("", f"has more than {MAX_SCHEMAS} schemas within it, those before it included")
+
+    def spend(self, num_steps: int = 1) -> None:
+        """Counts steps of comparing parts of a schema. Raises SchemaError after MAX_STEPS."""
+        self._num_steps += num_steps
+        if self._num_steps > MAX_STEPS:
+            raise SchemaError("", "takes too long to check: make it simpler")
+
+
+class References:
+    """Resolves the `$ref`s within one schema. `spend` counts steps of comparing its parts."""
+
+    def __init__(self, root: object, work: SchemaWork | None = None) -> None:
+        self._root = root
+        self.spend = (work or SchemaWork()).spend
 
     def look_up(self, reference: Any, path: str) -> Any:
         """Returns the schema that the `$ref` at `path` refers to. Raises SchemaError."""
@@ -46,9 +67,3 @@ class References:
             schema = self.look_up(schema["$ref"], "")
             self.spend()
         return schema
-
-    def spend(self, num_steps: int = 1) -> None:
-        """Counts steps of comparing the schema's parts. Raises SchemaError after MAX_STEPS."""
-        self._num_steps += num_steps
-        if self._num_steps > MAX_STEPS:
-            raise SchemaError("", "takes too long to check: make it simpler")

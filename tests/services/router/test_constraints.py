@@ -17,6 +17,7 @@ from services.router.api.wire_requests import bad_words
 from services.router.output.logprobs import LogprobsFormat
 from services.router.output.tools import Tool, ToolChoice, tool_grammar
 from services.router.structured.grammar import MAX_GRAMMAR_CHARACTERS, grammar_of
+from services.router.structured.references import MAX_SCHEMAS
 
 from .conftest import Router, ScriptedTarget
 
@@ -109,6 +110,18 @@ def test_definitions_of_tools_are_kept_apart() -> None:
         definition = parameters["properties"]["$ref"]["$ref"].rpartition("/")[2]
         kinds = {"a": "null", "b": "boolean"}
         assert parameters["$defs"][definition]["type"] == kinds[call["properties"]["name"]["const"]]
+
+
+def test_the_schemas_of_a_request_have_one_limit_together() -> None:
+    properties = {f"p{number}": {"type": "null"} for number in range(MAX_SCHEMAS // 4)}
+    tools = [Tool(f"f{number}", {"properties": properties}, {}, f"tools[{number}]") for number in range(5)]
+    assert tool_grammar(ToolChoice("required"), tools[:3], parallel=False) is not None
+    with pytest.raises(InvalidRequestError, match=r"^tools\[3\].function.parameters has more than"):
+        tool_grammar(ToolChoice("required"), tools, parallel=False)
+    tag = {"begin": "<", "end": ">", "schema": {"properties": properties}}
+    tags = {"type": "structural_tag", "structures": [tag] * 5, "triggers": ["<"]}
+    with pytest.raises(InvalidRequestError, match=r"^response_format.structures\[3\].schema has more than"):
+        grammar_of({"response_format": tags})
 
 
 def test_a_grammar_is_of_bounded_length() -> None:
