@@ -35,7 +35,12 @@ class TokenLogprobs:
 
     def part(self, start: int, end: int, width: int | None = None) -> TokenLogprobs:
         """Returns those of the tokens from `start` to `end`, with at most `width` of the likeliest."""
-        width = self.width if width is None else width
+        if width is None or width == self.width:
+            first, last = start * self.width, end * self.width
+            top_token_ids, top_logprobs = self.top_token_ids[first:last], self.top_logprobs[first:last]
+            return TokenLogprobs(
+                self.width, self.ranks[start:end], self.logprobs[start:end], top_token_ids, top_logprobs
+            )
         part = TokenLogprobs(width, self.ranks[start:end], self.logprobs[start:end])
         for index in range(start, min(end, len(self))):
             first = index * self.width

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import random
 import socket
 import threading
@@ -381,15 +382,27 @@ def run_servers(seconds: float, seed: int, *overrides: str) -> tuple[Figures, st
         client = stack.enter_context(contextlib.closing(Client(cluster.url, figures)))
         client.learn()
         (target,), (draft,) = cluster.config.target.addresses, cluster.config.draft.addresses
-        drafts = [stack.enter_context(HostileDraft(draft, seed * 100 + n, figures)) for n in range(NUM_HOSTILE_DRAFTS)]
-        hostile = stack.enter_context(HostileTarget(target, seed * 100 + NUM_HOSTILE_DRAFTS, figures))
+        servers = stack.enter_context(contextlib.ExitStack())
+        drafts = [
+            servers.enter_context(HostileDraft(draft, seed * 100 + n, figures)) for n in range(NUM_HOSTILE_DRAFTS)
+        ]
+        hostile = [servers.enter_context(HostileTarget(target, seed * 100 + 50 + n, figures)) for n in range(2)]
         before, pids = {child: Resources.of(child) for child in programs(cluster)}, [c.pid for c in programs(cluster)]
-        cluster.list_workers(targets=[target, hostile.address], drafts=[server.address for server in drafts])
+        turns = itertools.count()
+
+        def change_workers() -> None:
+            """Lists one hostile target and half of the hostile drafts: new ones are called without a pause."""
+            turn = next(turns)
+            half = [server.address for server in drafts[turn % 2 :: 2]]
+            cluster.list_workers(targets=[target, hostile[turn % 2].address], drafts=half)
+            time.sleep(2.0)
+
         asks = [functools.partial(client.ask, random.Random(seed * 100 + number)) for number in range(3)]
         victims = [functools.partial(client.ask_as_victim, random.Random(-seed * 100 - number)) for number in range(3)]
-        fuzz(cluster.url, seconds, figures, [*asks, *victims])
+        fuzz(cluster.url, seconds, figures, [change_workers, *asks, *victims])
         client.close()
         cluster.list_workers(targets=[target], drafts=[draft])
+        servers.close()
         resources = "\n".join(
             f"{child.name}: before {held}, after {Resources.of(child)}" for child, held in before.items()
         )

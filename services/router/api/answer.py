@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+import functools
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from starlette.responses import JSONResponse
 
 from services.router.api.reply import Reply, Usage
+from services.router.http.large_work import run_in_thread_if_large
 from services.router.output.piece import Piece, merged
 from services.router.output.speculation_stats import SpeculationStats
+
+_VALUE_BYTES = 16  # a formatted log-probability takes as long as this many bytes of a body
 
 
 @dataclass(frozen=True)
@@ -36,8 +41,8 @@ class Answer:
         """
         return choice.num_cached_tokens if index * len(self.prompt_lens) % self.num_choices == 0 else 0
 
-    async def whole(self) -> dict[str, Any]:
-        """Returns the body of an answer that is not streamed. Raises OutriderError."""
+    async def whole(self, headers: Mapping[str, str]) -> JSONResponse:
+        """Returns an answer that is not streamed. Raises OutriderError."""
         pieces_of: list[list[Piece]] = [[] for _ in range(self.num_choices)]
         async with contextlib.aclosing(self.pieces) as pieces:
             async for index, piece in pieces:
@@ -47,7 +52,9 @@ class Answer:
         num_cached_tokens = sum(self.num_cached_tokens(index, choice) for index, choice in enumerate(choices))
         num_reasoning_tokens = sum(choice.num_reasoning_tokens for choice in choices)
         usage = Usage(self.num_prompt_tokens, num_tokens, num_cached_tokens, num_reasoning_tokens)
-        return self.reply.whole(choices, usage)
+        return await run_in_thread_if_large(
+            sum(map(_cost_of, choices)), lambda: JSONResponse(self.reply.whole(choices, usage), headers=headers)
+        )
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yields the server-sent events of a streamed answer. Raises OutriderError if the answer fails."""
@@ -66,9 +73,17 @@ class Answer:
                 if reply.continuous_usage:
                     counts = num_tokens[index], num_cached_tokens[index], num_reasoning_tokens[index]
                     usage = Usage(self.prompt_len(index), *counts)
-                for chunk in reply.chunks(index, piece, usage, is_first=index not in started):
-                    yield reply.event(chunk)
+                chunks = reply.chunks(index, piece, usage, is_first=index not in started)
+                format_all = functools.partial(list[bytes], map(reply.event, chunks))
+                for event in await run_in_thread_if_large(_cost_of(piece), format_all):
+                    yield event
                 started.add(index)
         counts = sum(num_tokens), sum(num_cached_tokens), sum(num_reasoning_tokens)
         for last in reply.ending(Usage(self.num_prompt_tokens, *counts), speculation):
             yield last
+
+
+def _cost_of(piece: Piece) -> int:
+    """Returns the cost of formatting `piece`, as a size of a body."""
+    scores = [piece.logprobs, None if piece.prompt is None else piece.prompt.logprobs]
+    return _VALUE_BYTES * sum(len(each) * (1 + each.width) for each in scores if each is not None)

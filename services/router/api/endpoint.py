@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Scope
 
 from cluster.constraints import Grammar
@@ -137,18 +137,18 @@ class ApiEndpoint(abc.ABC, Generic[R]):
     async def create(self, http_request: Request) -> Response:
         """Answers `http_request`. If it raises OutriderError, nothing is left running."""
         observer = AnswerObserver(http_request.scope, self._serving.metrics, self._serving.feed)
-        request, adapter, num_bytes, warnings = await self._read(http_request)
+        request, adapter, cost, warnings = await self._read(http_request)
         if request.request_id is not None:
             http_request.scope["state"]["client_request_id"] = request.request_id
-        prompts = await self._tokenize(http_request.scope, request, adapter, num_bytes)
-        answer = self._start(request, prompts, adapter, request_id_of(http_request.scope), observer)
+        prompts = await self._tokenize(http_request.scope, request, adapter, cost)
+        answer = await self._start(request, prompts, adapter, request_id_of(http_request.scope), observer, cost)
         headers = {"x-outrider-seed": str(answer.reply.seed)} | warning_headers(warnings)
         if request.stream:
             return EventStream(answer.events(), headers, answer.reply.failure)
-        return JSONResponse(await until_disconnected(http_request.receive, answer.whole()), headers=headers)
+        return await until_disconnected(http_request.receive, answer.whole(headers))
 
     async def _read(self, http_request: Request) -> tuple[R, AdapterRef | None, int, list[str]]:
-        """Returns the checked request, the adapter that it names, its body's size in bytes, and warnings about it."""
+        """Returns the checked request, the adapter that it names, its cost (`cost_of`), and warnings about it."""
         serving = self._serving
         body = await read_json_body(http_request, serving.max_body_bytes)
 
@@ -159,16 +159,16 @@ class ApiEndpoint(abc.ABC, Generic[R]):
         request, warnings = await run_in_thread_if_large(cost_of(body), parse)
         if request.model not in (None, serving.model_id):  # may name an adapter, which only targets can list
             await serving.pool.wait_out_change()
-        return request, serving.check_model(request.model), len(body), warnings
+        return request, serving.check_model(request.model), cost_of(body), warnings
 
-    async def _tokenize(self, scope: Scope, request: R, adapter: AdapterRef | None, num_bytes: int) -> _Prompts:
+    async def _tokenize(self, scope: Scope, request: R, adapter: AdapterRef | None, cost: int) -> _Prompts:
         """Tokenises the prompts of `request`, and truncates them as it asks.
 
         Takes their tokens from the router's budget of prompt tokens. Raises InvalidRequestError or OverloadedError if
         they do not fit.
         """
         serving = self._serving
-        prompts = await run_in_thread_if_large(num_bytes, lambda: self._encode(request))
+        prompts = await run_in_thread_if_large(cost, lambda: self._encode(request))
         serving.budget.take(scope, sum(map(len, prompts)), request.prompt_field)
         await serving.pool.wait_out_change()
         limits = serving.pool.limits()
@@ -184,7 +184,7 @@ class ApiEndpoint(abc.ABC, Generic[R]):
             keys = [RoutingKey.of(prompt, opening=request.opening, name=name, root=root) for prompt in prompts]
             return _Prompts(prompts, keys, salt, owner, self._echoes(request, prompts))
 
-        return await run_in_thread_if_large(num_bytes, prepare)
+        return await run_in_thread_if_large(cost, prepare)
 
     def _cache_salt(self, request: R, scope: Scope) -> str:
         """Returns the salt of the request's KV.
@@ -202,14 +202,24 @@ class ApiEndpoint(abc.ABC, Generic[R]):
         decode = self._serving.tokenizer.decode
         return [decode(prompt, skip_special_tokens=request.skip_special_tokens) for prompt in prompts]
 
-    def _start(
-        self, request: R, prompts: _Prompts, adapter: AdapterRef | None, request_id: str, observer: AnswerObserver
+    async def _start(
+        self,
+        request: R,
+        prompts: _Prompts,
+        adapter: AdapterRef | None,
+        request_id: str,
+        observer: AnswerObserver,
+        cost: int,
     ) -> Answer:
         """Starts the choices of `request`. Raises InvalidRequestError if it exceeds the targets' limits."""
         limits = self._serving.pool.limits()
-        form = self._answer_form(request, prompts.token_ids[0])
-        reply = self._new_reply(request, form.reader, request_id, adapter, limits.fingerprint)
-        choices = self._choice_requests(request, form, reply, prompts, adapter, limits)
+
+        def prepare() -> tuple[AnswerForm, Reply, list[ChoiceRequest]]:
+            form = self._answer_form(request, prompts.token_ids[0])
+            reply = self._new_reply(request, form.reader, request_id, adapter, limits.fingerprint)
+            return form, reply, self._choice_requests(request, form, reply, prompts, adapter, limits)
+
+        form, reply, choices = await run_in_thread_if_large(cost, prepare)
         if self._serving.traffic is not None:
             self._serving.traffic.add(prompts.token_ids)
         prompt_lens = [len(prompt) for prompt in prompts.token_ids]

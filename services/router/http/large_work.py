@@ -21,7 +21,9 @@ _threads = FairThreads(2)
 
 def cost_of(body: bytes) -> int:
     """Returns the size of `body`, over LARGE_BYTES if it may have schemas: these take long to check."""
-    return max(len(body), LARGE_BYTES + 1) if any(word in body for word in _OF_SCHEMAS) else len(body)
+    if len(body) > LARGE_BYTES or not any(word in body for word in _OF_SCHEMAS):  # searching a large one takes 20 ms
+        return len(body)
+    return LARGE_BYTES + 1
 
 
 async def run_in_thread_if_large(num_bytes: int, work: Callable[[], T]) -> T:

@@ -105,3 +105,21 @@ def test_schemas_are_checked_beside_the_event_loop(
     assert not threaded
     assert model.router.chat(messages=[USER], max_tokens=4, **{field: value}).status_code == 200
     assert threaded
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_many_log_probabilities_are_formatted_beside_the_event_loop(
+    model: Model, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
+) -> None:
+    threaded = []
+    run_in_thread = large_work.run_in_thread
+
+    async def note(work: Callable[[], Any]) -> Any:
+        threaded.append(work)
+        return await run_in_thread(work)
+
+    monkeypatch.setattr(large_work, "run_in_thread", note)
+    for num_tokens, is_large in ((10, False), (1000, True)):
+        body = {"prompt": [70] * num_tokens, "max_tokens": 2, "logprobs": 2, "echo": True, "stream": is_streamed}
+        assert model.router.complete(**body).status_code == 200
+        assert bool(threaded) == is_large
