@@ -7,13 +7,12 @@ from cluster.wire.replies import CallReply
 from protos.speculation.v1 import target_pb2
 
 _MAX_ROUND_DRAFTS = 1024
-_MAX_WIDTH = MAX_LOGPROBS + 1  # some engines report the chosen token, too
 _MAX_TRAITS = 64
 _MAX_EOS_TOKENS = 1024
 # Maximum sizes in a message. A round has at least one token, so a token has at most the counts of one round.
 _CALL_BYTES = 1024
 _TOKEN_BYTES = 5 * 4
-_SCORE_BYTES = (1 + _MAX_WIDTH) * (5 + 4)
+_SCORE_BYTES = (1 + MAX_LOGPROBS) * (5 + 4)
 
 
 class ReplyLimits:
@@ -23,6 +22,8 @@ class ReplyLimits:
         """`vocab_size`: None: unknown."""
         self._vocab_size = vocab_size
         self._num_tokens = request.max_tokens - request.num_generated_tokens
+        self._width = request.num_logprobs if request.HasField("num_logprobs") else None
+        self._prompt_width = request.num_prompt_logprobs
         self._num_prompt_scores = len(request.prompt_token_ids) if request.HasField("num_prompt_logprobs") else 0
         num_scores = self._num_prompt_scores + (self._num_tokens if request.HasField("num_logprobs") else 0)
         self.max_bytes = _CALL_BYTES + _TOKEN_BYTES * self._num_tokens + _SCORE_BYTES * num_scores
@@ -37,12 +38,12 @@ class ReplyLimits:
         for num_draft_tokens, num_accepted_tokens, _ in reply.rounds:
             if not num_accepted_tokens <= num_draft_tokens <= _MAX_ROUND_DRAFTS:
                 raise ValueError(f"a round has {num_draft_tokens} drafts, {num_accepted_tokens} accepted")
-        if reply.logprobs is not None and reply.logprobs.width > _MAX_WIDTH:
-            raise ValueError(f"a token has {reply.logprobs.width} alternatives")
-        if reply.prompt_logprobs is not None:
+        if reply.logprobs and reply.logprobs.width != self._width:
+            raise ValueError(f"a token has {reply.logprobs.width} alternatives, of {self._width} requested")
+        if reply.prompt_logprobs:
             self._num_prompt_scores -= len(reply.prompt_logprobs)
-            if self._num_prompt_scores < 0 or reply.prompt_logprobs.width > _MAX_WIDTH:
-                raise ValueError("a call has more log-probabilities of its prompt than were requested")
+            if self._num_prompt_scores < 0 or reply.prompt_logprobs.width != self._prompt_width:
+                raise ValueError("a call has other log-probabilities of its prompt than were requested")
 
 
 def check_description(description: target_pb2.TargetDescription) -> None:

@@ -16,13 +16,12 @@ from services.router.targets.reply_limits import ReplyLimits, check_description
 REQUEST = target_pb2.GenerateRequest(
     prompt_token_ids=range(7), max_tokens=6, num_generated_tokens=2, num_logprobs=1, num_prompt_logprobs=0
 )
-SCORES = TokenLogprobs(0, [1], [-0.5])
 
 
 @pytest.mark.parametrize(
     "reply",
     [
-        CallReply([1, 2, 3, 4], rounds=[RoundCounts(4, 3)], logprobs=TokenLogprobs(2, [1], [-1.0], [5, 6], [-1.0, -2])),
+        CallReply([1, 2, 3, 4], rounds=[RoundCounts(4, 3)], logprobs=TokenLogprobs(1, [1], [-1.0], [5], [-1.0])),
         CallReply([99], num_cached_tokens=2**32 - 1),
         CallReply(prompt_logprobs=TokenLogprobs(0, [1] * 6, [-0.5] * 6)),
     ],
@@ -38,7 +37,11 @@ def test_replies_that_were_asked_for_are_taken(reply):
         (CallReply([100]), "outside of the vocabulary"),
         (CallReply([1], rounds=[RoundCounts(4, 5)]), "4 drafts, 5 accepted"),
         (CallReply([1], rounds=[RoundCounts(2**32 - 1, 0)]), "4294967295 drafts"),
-        (CallReply([1], logprobs=TokenLogprobs(50, [1], [-1.0], [0] * 50, [0.0] * 50)), "50 alternatives"),
+        (
+            CallReply([1], logprobs=TokenLogprobs(50, [1], [-1.0], [0] * 50, [0.0] * 50)),
+            "50 alternatives",
+        ),
+        (CallReply([1], logprobs=TokenLogprobs(0, [1], [-1.0])), "0 alternatives"),
         (CallReply(prompt_logprobs=TokenLogprobs(0, [1] * 8, [-0.5] * 8)), "of its prompt"),
     ],
 )
