@@ -1,6 +1,6 @@
 """Measures a remote draft pool in virtual time: `python -m bench.pool`.
 
-A 70B target on 4 A100 has its draft on another GPU; 1 to 8 targets share one draft worker. The router's choice, step
+A 70B target has its draft on another GPU; 1 to 8 targets share one draft worker. The router's choice, step
 loops, coordinators, blocks and draft workers are the real ones (`cluster.simulator`). Messages take half the delay and
 the programs' overheads, and steps take the time of the planner's formulae (`cluster.planning.steps`). Every stream
 sends its next request when the last is answered. Each figure is compared with k = 0, with the same draft on the
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -47,40 +48,53 @@ from cluster.simulator.figures import Figures
 from cluster.simulator.traffic import ClosedTraffic, Lengths
 from cluster.speculation.speed import expected_tokens
 
-TARGET, TARGET_GPUS = "70B", "4xA100-80"
+TARGET = "70B"
 DRAFTS = {"1B": "1B", "1B-int4": "1B:int4", "0.5B": "0.5B", "parallel-1B": "1B"}
+BESIDE = "beside"  # a card: the GPUs of the target itself
 FREE = "free"  # a draft whose steps take no time
-PROMPT_TOKENS, ANSWER_TOKENS = 128, 256
+ANSWER_TOKENS = 256
 _ROWS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096)
 _WARM_UP_SHARE = 0.3
 _NUM_BLOCKS = 100_000  # more than any case needs
 _KV_CACHE_BYTES = 2**30  # more than any case needs of the bundled target's blocks, which are counted and never filled
 _MAX_DEPTH = 16
-_PROMPTS, _ANSWERS = Lengths(PROMPT_TOKENS, PROMPT_TOKENS), Lengths(ANSWER_TOKENS // 2, ANSWER_TOKENS * 3 // 2)
+_ANSWERS = Lengths(ANSWER_TOKENS // 2, ANSWER_TOKENS * 3 // 2)
 
 
-def step_curve(model: str, gpus: str, streams: int, rows: Sequence[int]) -> list[tuple[int, float]]:
+def step_curve(
+    model: str, gpus: str, streams: int, prompt_tokens: int, rows: Sequence[int] = _ROWS
+) -> list[tuple[int, float]]:
     """Returns the planner's milliseconds of steps of `rows`, with the context of half-finished answers."""
     steps = Roofline(PlannedModel.parse(model), parse_gpus(gpus))
-    return [*curve_points(steps, streams, PROMPT_TOKENS + ANSWER_TOKENS / 2, rows)]
+    return [*curve_points(steps, streams, prompt_tokens + ANSWER_TOKENS / 2, rows)]
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     draft: str | None  # a key of DRAFTS; None: no speculation
-    card: str  # the draft's GPUs; TARGET_GPUS: the target's own, which draft and verify in turn
+    card: str  # the draft's GPUs; BESIDE: the target's own, which draft and verify in turn
     delay_ms: float  # there and back
     targets: int
     streams: int  # of each target
     acceptance: float
+    prompt_tokens: int = 128
+    target_gpus: str = "4xA100-80"
+    fixed_k: int | None = None  # None: the controller chooses
 
-    def curve(self, model: str, gpus: str) -> list[tuple[int, float]]:
-        return step_curve(model, gpus, self.streams, _ROWS)
+    @property
+    def draft_gpus(self) -> str:
+        return self.target_gpus if self.card == BESIDE else self.card
+
+    @property
+    def target_curve(self) -> list[tuple[int, float]]:
+        return step_curve(TARGET, self.target_gpus, self.streams, self.prompt_tokens)
 
     @property
     def draft_curve(self) -> list[tuple[int, float]]:
         assert self.draft is not None
-        return [(1, 0.0)] if self.draft == FREE else self.curve(DRAFTS[self.draft], self.card)
+        if self.draft == FREE:
+            return [(1, 0.0)]
+        return step_curve(DRAFTS[self.draft], self.draft_gpus, self.streams, self.prompt_tokens)
 
     @property
     def is_one_pass(self) -> bool:
@@ -89,7 +103,7 @@ class Case:
     @property
     def bound(self) -> float:
         """Speedup over k = 0 if drafting were hidden behind verification."""
-        target, draft = StepCurve(self.curve(TARGET, TARGET_GPUS)), StepCurve(self.draft_curve)
+        target, draft = StepCurve(self.target_curve), StepCurve(self.draft_curve)
         n, delay = self.streams, self.delay_ms / 1e3
 
         def round_seconds(k: int) -> float:
@@ -108,18 +122,18 @@ class Case:
             return None
         target, draft = (
             Roofline(PlannedModel.parse(model), parse_gpus(gpus))
-            for model, gpus in ((TARGET, TARGET_GPUS), (DRAFTS[self.draft], self.card))
+            for model, gpus in ((TARGET, self.target_gpus), (DRAFTS[self.draft], self.draft_gpus))
         )
-        hidden = RUN_AHEAD_HIDES / self.targets if self.card != TARGET_GPUS else 0.0
+        hidden = RUN_AHEAD_HIDES / self.targets if self.card != BESIDE else 0.0
         drafting = Drafting(draft, self.acceptance, self.delay_ms / 1e3, hidden, self.is_one_pass)
-        load = ExpectedLoad(self.streams, PROMPT_TOKENS, ANSWER_TOKENS)
+        load = ExpectedLoad(self.streams, self.prompt_tokens, ANSWER_TOKENS)
         plain, drafted = (plan(Option("", target, each), load) for each in (None, drafting))
         return drafted.tokens_per_second / plain.tokens_per_second
 
     @property
     def settings(self) -> tuple[str, ...]:
         settings: dict[str, object] = {
-            "simulation.target_step_ms": [list(point) for point in self.curve(TARGET, TARGET_GPUS)],
+            "simulation.target_step_ms": [list(point) for point in self.target_curve],
             "simulation.acceptance": self.acceptance,
             "simulation.round_trip_ms": self.delay_ms,
             "target.replicas": self.targets,
@@ -134,7 +148,9 @@ class Case:
         else:
             settings["simulation.draft_step_ms"] = [list(point) for point in self.draft_curve]
             settings["simulation.is_one_pass"] = str(self.is_one_pass).lower()
-            if self.card == TARGET_GPUS:
+            if self.fixed_k is not None:
+                settings |= {"speculation.controller": "fixed", "speculation.num_speculative_tokens": self.fixed_k}
+            if self.card == BESIDE:
                 settings |= {"draft.placement": "in-process", "draft.in_process_threads": "shared"}
         return tuple(f"{key}={value}" for key, value in settings.items())
 
@@ -144,15 +160,16 @@ class Case:
 
     @property
     def dollars_per_hour(self) -> float:
-        dollars = self.targets * parse_gpus(TARGET_GPUS).dollars_per_hour
-        has_own_card = self.draft is not None and self.card != TARGET_GPUS
+        dollars = self.targets * parse_gpus(self.target_gpus).dollars_per_hour
+        has_own_card = self.draft is not None and self.card != BESIDE
         return dollars + (parse_gpus(self.card).dollars_per_hour if has_own_card else 0.0)
 
 
 @functools.cache  # cases share the runs that they are compared with
 def run(case: Case, seconds: float) -> Figures:
     warm_up, until = _WARM_UP_SHARE * seconds, (1 + _WARM_UP_SHARE) * seconds
-    traffic = ClosedTraffic(case.targets * case.streams, until, _PROMPTS, _ANSWERS, 0, warm_up / 2)
+    prompts = Lengths(case.prompt_tokens, case.prompt_tokens)
+    traffic = ClosedTraffic(case.targets * case.streams, until, prompts, _ANSWERS, 0, warm_up / 2)
     cluster = SimulatedCluster(case.config, traffic, _NUM_BLOCKS, MeasuredSpan(warm_up, until, is_cut=True))
     cluster.run()
     return cluster.figures(case.dollars_per_hour)
@@ -188,7 +205,7 @@ class Cell:
 
 
 def measure(case: Case, seconds: float) -> Cell:
-    one = replace(case, card=TARGET_GPUS, delay_ms=0.0, targets=1)
+    one = replace(case, card=BESIDE, delay_ms=0.0, targets=1)
     pool, beside, plain = (run(each, seconds) for each in (case, one, replace(one, draft=None, acceptance=0.0)))
     between, between_plain = (
         None if figures.per_output_token is None else 1e3 * figures.per_output_token.p99 for figures in (pool, plain)
@@ -214,7 +231,9 @@ def with_programs(cell: Cell, seconds: float) -> Cell:
     """Returns `cell` with the tokens per second of a cluster of programs on this machine."""
     case, warm_up = cell.case, _WARM_UP_SHARE * seconds
     settings = (*case.settings, f"target.kv_cache_bytes={_KV_CACHE_BYTES}")
-    programs = simulate.Case("", settings, _ANSWERS, _PROMPTS, case.targets * case.streams)
+    programs = simulate.Case(
+        "", settings, _ANSWERS, Lengths(case.prompt_tokens, case.prompt_tokens), case.targets * case.streams
+    )
     ran = simulate.measure(programs, warm_up + seconds, warm_up)
     return replace(cell, programs_tokens_per_second=ran.tokens_per_second / case.targets)
 
@@ -233,16 +252,21 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
         made += [replace(first, card=card) for card in arguments.cards]
         made += [replace(first, delay_ms=delay_ms) for delay_ms in arguments.delays]
         made += [replace(first, targets=targets) for targets in arguments.targets]
-    return list(dict.fromkeys(made))
+    settings = itertools.product(arguments.prompts, arguments.fixed)
+    return [
+        replace(case, prompt_tokens=tokens, target_gpus=arguments.target_gpus, fixed_k=k)
+        for tokens, k in settings
+        for case in dict.fromkeys(made)
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     print(
-        "| draft | card | delay ms | targets | streams | acceptance | tokens/s | over k = 0 | over beside "
+        "| draft | card | prompt | delay ms | targets | streams | acceptance | tokens/s | over k = 0 | over beside "
         "| planned | of the bound | k | waits | draft busy | p99 between over k = 0 | $ per million, k = 0 | ran |"
     )
-    print(f"|{' --- |' * 17}")
+    print(f"|{' --- |' * 18}")
     cells = []
     with ProcessPoolExecutor(arguments.parallel) as pool:
         made = cases(arguments)
@@ -266,7 +290,8 @@ def _row(cell: Cell) -> str:
     case, programs = cell.case, cell.programs_tokens_per_second
     ran = "" if programs is None else f"{programs / cell.tokens_per_second:.2f}"
     return (
-        f"| {case.draft} | {case.card} | {case.delay_ms:g} | {case.targets} | {case.streams} | {case.acceptance:g} "
+        f"| {case.draft} | {case.card} | {case.prompt_tokens} | {case.delay_ms:g} | {case.targets} | {case.streams} "
+        f"| {case.acceptance:g} "
         f"| {cell.tokens_per_second:.0f} | {cell.gain:.2f} | {cell.tokens_per_second / cell.beside:.2f} "
         f"| {planned} | {cell.gain / cell.bound:.2f} | {cell.mean_k:.1f} "
         f"| {cell.waiting_share:.0%} | {cell.draft_busy:.0%} | {between} | {dollars}, {plain} | {ran} |"
@@ -283,6 +308,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bench.pool", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--drafts", type=lambda text: text.split(","), default=[*DRAFTS])
     parser.add_argument("--cards", type=lambda text: text.split(","), default=["A10G", "L4", "L40S"])
+    parser.add_argument("--target-gpus", default="4xA100-80")
+    parser.add_argument("--prompts", type=counts, default=[128, 500, 2000, 8000], help="tokens of each prompt")
+    parser.add_argument("--fixed", type=counts, default=[None], metavar="K", help="depths, in place of the controller")
     parser.add_argument("--delays", type=numbers, default=[0.5, 0.2, 2.0], help="ms, there and back")
     parser.add_argument("--streams", type=counts, default=[1, 8, 16, 32, 64], help="of each target")
     parser.add_argument("--acceptances", type=numbers, default=[0.6, 0.7, 0.8])

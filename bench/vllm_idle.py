@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from bench.in_process import SIMULATED
-from bench.pool import ANSWER_TOKENS, DRAFTS, PROMPT_TOKENS, step_curve
+from bench.pool import ANSWER_TOKENS, DRAFTS, step_curve
 from cluster.config.file import load_config
 from cluster.engine.limits import StepLimits
 from cluster.model_folder import resolve_model_folder
@@ -41,6 +41,7 @@ MAX_DRAFTS = 8
 # 2026-11-26; how it is divided is an estimate.
 SCHEDULE, PREPARE, RETURN, UPDATE = 0.0003, 0.0007, 0.00005, 0.0003
 _WARM_UP_SHARE = 0.3
+PROMPT_TOKENS = 128
 _ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 _NUM_BLOCKS = 8192  # no request is preempted
 _BLOCK_SIZE = 32
@@ -64,7 +65,7 @@ class Case:
         return self._curve(DRAFTS[self.draft], DRAFT_GPU) if self.draft else [(1, 0.0)]
 
     def _curve(self, model: str, gpus: str) -> list[tuple[int, float]]:
-        return step_curve(model, gpus, self.streams, _ROWS)
+        return step_curve(model, gpus, self.streams, PROMPT_TOKENS, _ROWS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from cluster.config.simulation import SimulationConfig
 from cluster.drafters.base import Drafter, DraftSequence
 from cluster.engine.limits import StepLimits
+from cluster.engine.prompt_pace import PromptPace, PromptPart
 from cluster.simulated_engines.acceptance import AcceptanceSchedule
 from cluster.simulated_engines.steps import REAL_TIME, StepCurve, Timekeeper
 from cluster.simulated_engines.tokens import token_at, uniform_at
@@ -44,6 +45,7 @@ class SimulatedDrafter(Drafter):
         self._time = time
         self._curve = StepCurve(simulation.draft_step_ms)
         self._limits = limits
+        self._pace = PromptPace(limits.max_prefill_seconds, limits.max_num_batched_tokens)
         self._uncomputed: dict[DraftSequence, int] = {}  # uncomputed prompt tokens of each sequence
 
     def admit(self, sequence: DraftSequence) -> bool:
@@ -57,11 +59,22 @@ class SimulatedDrafter(Drafter):
         started_at = self._time.now()
         self.batch = len(sequences)
         budget = self._limits.max_num_batched_tokens
+        prompts = [sequence for sequence in sequences if self._uncomputed[sequence]]
+        left = [PromptPart(self._uncomputed[s], len(s.token_ids) - self._uncomputed[s]) for s in prompts]
+        num_rows, for_others = 0, budget - min(sum(part.num_tokens for part in left), budget // 2)
         for sequence in sequences:
-            if budget == 0:
-                break
-            budget -= self._extend(sequence, budget)
-        self._time.sleep_until(started_at + self._curve.at(self._limits.max_num_batched_tokens - budget))
+            if not self._uncomputed[sequence] and num_rows < for_others:
+                num_rows += self._extend(sequence, for_others - num_rows)
+        shares = self._pace.share(left, budget - num_rows, self._pace.budget(is_alone=False))
+        for sequence, num_tokens in zip(prompts, shares, strict=True):
+            self._uncomputed[sequence] -= num_tokens
+            if not self._uncomputed[sequence]:
+                num_tokens = max(num_tokens, self._extend(sequence, num_tokens))
+            num_rows += num_tokens
+        self._time.sleep_until(started_at + self._curve.at(num_rows))
+        chunks = [PromptPart(tokens, part.num_before) for tokens, part in zip(shares, left, strict=True) if tokens]
+        self._pace.observe(num_rows, chunks, self._time.now() - started_at)
+        self.num_step_rows = num_rows
         return []
 
     def rewind(self, sequence: DraftSequence, kept: Sequence[int]) -> None:
@@ -72,12 +85,6 @@ class SimulatedDrafter(Drafter):
 
     def _extend(self, sequence: DraftSequence, budget: int) -> int:
         """Extends `sequence`. Returns the number of rows that this takes, at most `budget`."""
-        rows = self._uncomputed[sequence]
-        if rows:
-            rows = min(rows, budget)
-            self._uncomputed[sequence] -= rows
-            if self._uncomputed[sequence]:
-                return rows
         nodes = (sequence.to_extend or [sequence.tip])[: max(1, budget)]
         num_node_rows = sum([self.num_rows(sequence, node) for node in nodes])
         for node in nodes:
@@ -88,7 +95,7 @@ class SimulatedDrafter(Drafter):
                 choices = self._choices(sequence, sequence.depth(node), place, sequence.width)
                 sequence.extend(node, choices, _GAPS[: len(choices)])
                 node = sequence.children(node)[0]
-        return min(max(rows, num_node_rows), budget)
+        return min(num_node_rows, budget)
 
     def _choices(self, sequence: DraftSequence, depth: int, place: int, width: int) -> list[int]:
         """Returns the `width` drafts after a path of `depth` drafts. `place`: place in the proposal, from 0."""

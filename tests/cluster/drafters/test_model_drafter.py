@@ -6,8 +6,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from cluster.config.simulation import SimulationConfig
 from cluster.drafters.base import DraftSequence
 from cluster.drafters.model import ModelDrafter
+from cluster.drafters.simulated import SimulatedDrafter
 from cluster.engine.batch import Segment
 from cluster.engine.limits import StepLimits
 from cluster.engine.runner import ModelRunner
@@ -362,3 +364,20 @@ def test_short_prompts_allow_no_long_one_that_was_never_measured(new_runner: Cal
         assert drafter.draft([sequence]) == []
         num_steps += 1
     assert num_steps == 4  # of 64, 128, 256 and 152 tokens
+
+
+def test_the_simulated_drafter_divides_its_steps_as_this_one(new_drafter: NewDrafter) -> None:
+    lengths = (40, 10, 70, 3)
+    rows_of_each = []
+    for drafter in (
+        new_drafter(max_num_batched_tokens=32),
+        SimulatedDrafter(SimulationConfig(), 1000, StepLimits(4096, 8, 32)),
+    ):
+        sequences = [new_sequence(list(range(length, 2 * length))) for length in lengths]
+        assert all(map(drafter.admit, sequences))
+        rows = []
+        while not all(sequence.num_drafted >= 2 for sequence in sequences):
+            assert drafter.draft(sequences) == []
+            rows.append(drafter.num_step_rows)
+        rows_of_each.append(rows)
+    assert rows_of_each[0] == rows_of_each[1]
