@@ -40,7 +40,7 @@ help:
 	@echo "make setup-browser                    add what drives a Chromium, which Debian's package brings, over the page"
 	@echo "make setup-all                        add all of these at once, with a CPU build of PyTorch"
 	@echo "make images                           build the container images"
-	@echo "make release                          build sdist, wheel and checksums in dist"
+	@echo "make release                          build sdist, wheels, an SBOM and checksums in dist"
 	@echo "make setup | format | lint | typecheck | protos | docs | train"
 
 setup: $(READY_DEV)

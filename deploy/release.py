@@ -1,4 +1,4 @@
-"""`make release`: writes the sdist, a wheel for each kind of processor and SHA256SUMS to dist/.
+"""`make release`: writes the sdist, a wheel for each kind of processor, an SBOM and SHA256SUMS to dist/.
 
 It refuses a commit that is not the one its version names. It makes no tag: tag the commit first, then build it.
 """
@@ -58,6 +58,13 @@ def build(dist: Path, compilers: Mapping[str, str]) -> None:
             subprocess.run(repair, check=True, env=release)
 
 
+def write_sbom(file: Path) -> None:
+    """Writes the software bill of materials (CycloneDX): the packages of the images, with their versions and hashes."""
+    packages = ROOT / "deploy" / "docker" / "constraints.txt"
+    about = ["--pyproject", ROOT / "pyproject.toml", "--output-reproducible", "--output-file", file]
+    subprocess.run([sys.executable, "-m", "cyclonedx_py", "requirements", *about, packages], check=True)
+
+
 def main() -> int:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     all_tags, tags_here = _git("tag", "--list", "v*"), _git("tag", "--list", "v*", "--points-at", "HEAD")
@@ -74,7 +81,8 @@ def main() -> int:
         return 1
     shutil.rmtree(DIST, ignore_errors=True)
     build(DIST, COMPILERS)
-    text = checksums([*DIST.glob("*.tar.gz"), *DIST.glob("*.whl")])
+    write_sbom(DIST / f"outrider-{version}.cdx.json")
+    text = checksums([*DIST.glob("*.tar.gz"), *DIST.glob("*.whl"), *DIST.glob("*.json")])
     (DIST / "SHA256SUMS").write_text(text, encoding="utf-8")
     print(text, end="")
     return 0

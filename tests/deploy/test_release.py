@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import tomllib
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deploy.release import checksums, problems
+from deploy.release import checksums, problems, write_sbom
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,6 +40,17 @@ def test_sha256sum_reads_the_checksums(tmp_path: Path) -> None:
         file.write_bytes(file.name.encode())
     (tmp_path / "SHA256SUMS").write_text(checksums(files), encoding="utf-8")
     subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=tmp_path, check=True, capture_output=True)
+
+
+def test_the_bill_of_materials_has_the_packages_of_the_images(tmp_path: Path) -> None:
+    write_sbom(tmp_path / "sbom.json")
+    bill = json.loads((tmp_path / "sbom.json").read_text(encoding="utf-8"))
+    assert bill["metadata"]["component"]["name"] == "outrider"
+    packages = {component["name"]: component for component in bill["components"]}
+    pinned = (ROOT / "deploy" / "docker" / "constraints.txt").read_text(encoding="utf-8")
+    assert packages.keys() == set(re.findall(r"^([\w.-]+)==", pinned, re.MULTILINE))
+    (package, *_) = packages["grpcio"]["externalReferences"]
+    assert {each["alg"] for each in package["hashes"]} == {"SHA-256"}
 
 
 def test_chart_images_and_changelog_have_the_version_of_the_project() -> None:
