@@ -185,6 +185,26 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _context_tokens_can_work(self) -> Config:
+        if self.draft.context_tokens is None or not self.has_drafter:
+            return self
+        setting, drafter = f"draft.context_tokens {self.draft.context_tokens}", self.draft.drafter
+        if self.drafts_in_vllm or drafter not in ("model", "parallel", "self-int4"):
+            which = "vLLM's draft" if self.drafts_in_vllm else f"draft.drafter {drafter}"
+            raise ValueError(f"{setting}: {which} reads all tokens: leave draft.context_tokens out")
+        if self.speculation.acceptance == "rejection":
+            raise ValueError(
+                f"{setting}: acceptance rejection computes the draft's probabilities from all tokens: set acceptance "
+                "coupled, or leave draft.context_tokens out"
+            )
+        if self.drafts_in_process and self.draft.in_process_threads == "device":
+            raise ValueError(
+                f"{setting}: with in_process_threads device the draft has the target's block tables: set "
+                "draft.in_process_threads auto, or leave draft.context_tokens out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _vllm_settings_need_vllm(self) -> Config:
         """Raises ValueError if a setting of vLLM is used with another engine."""
         if self.target.engine != "vllm":

@@ -38,6 +38,7 @@ class DraftSequence:
     width: int = 1  # maximum number of children of a node
     num_committed: int = 0
     num_added: int = 0  # number of committed tokens here minus the target's number of committed tokens
+    num_skipped: int = 0  # number of committed tokens that take no place in the draft model's context
     is_exhausted: bool = False  # whether the drafter cannot propose anything after the committed tokens
     lacks_states: bool = False  # whether it is exhausted because the target has not computed its states yet
     wire_id: int = 0  # the sequence's number on its link
@@ -127,7 +128,7 @@ class DraftSequence:
             found = self._find(self.shape, root)
             inner = [found[parent] for parent in dict.fromkeys(self.shape) if parent in found]
             nodes = [node for node in inner if not self.children(node)]
-        return [node for node in nodes if self.num_committed + self.depth(node) < max_model_len]
+        return [node for node in nodes if self.depth(node) < self.room(max_model_len)]
 
     def _end(self, node: int) -> int:
         """Returns the end of the path from likeliest child to likeliest child that begins at `node`."""
@@ -146,6 +147,10 @@ class DraftSequence:
                 depth, last = depth + 1, node
         return depth
 
+    def room(self, max_model_len: int) -> int:
+        """Returns the depth of drafts that fit in a context of `max_model_len` tokens."""
+        return max_model_len - self.num_committed + self.num_skipped
+
     def num_drafts_after(self, node: int, max_model_len: int) -> int:
         """Returns the number of drafts that one step makes after `node`, at least 1.
 
@@ -155,7 +160,7 @@ class DraftSequence:
         depth, number = self.depth(node), self.proposal_depth + (self.window > self.num_owed)
         if node == self.tip and depth < self.proposal_depth:
             number -= depth  # the owed proposal
-        return max(1, min(number, self.window - depth, max_model_len - self.num_committed - depth))
+        return max(1, min(number, self.window - depth, self.room(max_model_len) - depth))
 
     def proposal(self) -> Drafts:
         """Returns the part of the owed proposal that is drafted."""

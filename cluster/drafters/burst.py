@@ -87,14 +87,16 @@ class Burst:
         requests: Sequence[SampleRequest],
         block_tables: Sequence[Sequence[int]],
         num_tokens: Sequence[int],
+        num_skipped: Sequence[int],
     ) -> list[list[int]]:
         """Returns `num_tokens[i]` new tokens for `requests[i]`. Each request has one row of `logits`.
 
         The first token is drawn from `logits`, and the others from steps over `block_tables`. The block tables need
         room for the input of each step: `num_tokens[i] - 1` tokens. Every number of tokens must be at least 1.
+        `num_skipped`: number of tokens of each request that have no place in its block table.
         """
         table = table_of(requests, self._vocab_size, self._device)
-        firsts = [request.first_index for request in requests]
+        firsts = [request.first_index - skipped for request, skipped in zip(requests, num_skipped, strict=True)]
         drawn: list[list[int]] = self.draw_on_device(logits, table, firsts, block_tables, num_tokens).tolist()
         return [row[:count] for row, count in zip(drawn, num_tokens, strict=True)]
 
@@ -110,10 +112,10 @@ class Burst:
     ) -> torch.Tensor:
         """Returns new tokens on the device, int64 [num_rows, max(num_tokens)], valid until the next call.
 
-        `table` has a row for each row of `logits`, without penalties and biases. `firsts`: index in its sequence of
-        each row's first token. `shifts`, int64 [num_rows]: amounts to subtract from `firsts`; the table's positions
-        are already reduced. Other arguments as in `run`. Tokens after `num_tokens[i]` are undefined. Does not wait for
-        the device.
+        `table` has a row for each row of `logits`, without penalties and biases. `firsts`: place in its block
+        table of each row's first token. `shifts`, int64 [num_rows]: amounts to subtract from `firsts`; the table's
+        positions are already reduced. Other arguments as in `run`. Tokens after `num_tokens[i]` are undefined. Does not
+        wait for the device.
         """
         num_rows = len(firsts)
         ids, _ = draw(logits, table, 1)

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from cluster.drafters.base import DraftSequence
 from cluster.drafters.model import LevelStep, ModelDrafter
+from cluster.drafters.read_tokens import ReadTokens
 from cluster.drafters.target_states import ComputedSequence, TargetStates
 from cluster.engine.batch import Batch, slots_of
 from cluster.engine.heads import DecoderHead
@@ -39,8 +40,6 @@ class _Sources:
 class HeadDrafter(ModelDrafter):
     """Drafts with a head that keeps its own states in its KV cache. Must run in the target's thread."""
 
-    _num_without_place = 1  # place t has token t + 1
-
     def __init__(self, head: DecoderHead, runner: ModelRunner, limits: StepLimits, target: TargetStates) -> None:
         super().__init__(runner, limits)
         self.vocab_size = target.runner.model.config.vocab_size
@@ -57,6 +56,9 @@ class HeadDrafter(ModelDrafter):
         self._caches[sequence].computed_nodes.clear()
         if kept:
             sequence.drop_drafts()  # they were computed from the head's own states, not the target's
+
+    def _read_tokens(self, token_ids: Sequence[int], num_certain: int, root: bytes | None) -> Iterator[ReadTokens]:
+        yield ReadTokens(token_ids, num_skipped=1)  # place t has token t + 1
 
     def _root(self, sequence: DraftSequence) -> bytes:
         return hashlib.sha256(sequence.cache_root + array("q", sequence.token_ids[:1]).tobytes()).digest()

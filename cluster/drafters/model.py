@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, MutableSequence, Sequence
+from collections.abc import Iterable, Iterator, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ import torch
 
 from cluster.drafters.base import Drafter, DraftSequence
 from cluster.drafters.proposable import Proposable
+from cluster.drafters.read_tokens import NUM_SINKS, ReadTokens
 from cluster.engine.batch import Segment
 from cluster.engine.limits import StepLimits
 from cluster.engine.prompt_pace import PromptPace, PromptPart
@@ -31,6 +32,7 @@ class Cache:
     block_table: MutableSequence[int]
     num_computed_tokens: int  # computed tokens among the committed tokens; all of these if there are drafts
     root: bytes | None  # root of the hashes of the blocks
+    tokens: ReadTokens  # the tokens that have places in the cache, including drafts
     computed_nodes: set[int] = field(default_factory=set)
     counts: TokenCounts | None = None  # counts of the committed tokens, for penalties
 
@@ -52,9 +54,10 @@ class ModelDrafter(Drafter):
 
     `admit` allocates blocks for a sequence's tokens and window; `draft` allocates more as the sequence grows. `draft`
     returns the sequences that cannot grow.
-    """
 
-    _num_without_place = 0  # number of tokens at the start of a sequence that have no place in the cache
+    With `context_tokens`, the model reads only the first `NUM_SINKS` and the last `context_tokens` tokens of a longer
+    sequence when it is admitted, and all tokens that follow. Noise and penalties remain those of the whole sequence.
+    """
 
     def __init__(
         self,
@@ -62,6 +65,8 @@ class ModelDrafter(Drafter):
         limits: StepLimits,
         burst: Burst | None = None,
         vocabulary: VocabularyMap | None = None,
+        *,
+        context_tokens: int | None = None,
     ) -> None:
         """`burst`: draws all tokens of owed chains on the device; None: one token per step.
 
@@ -78,6 +83,7 @@ class ModelDrafter(Drafter):
         self._proposable = Proposable(vocabulary, runner.model.device)
         self._limits = limits
         self._burst = burst
+        self._context_tokens = context_tokens
         self._pace = PromptPace(limits.max_prefill_seconds, limits.max_num_batched_tokens)
         self._caches: dict[DraftSequence, Cache] = {}
 
@@ -95,15 +101,7 @@ class ModelDrafter(Drafter):
         return self._runner.blocks.readings()
 
     def admit(self, sequence: DraftSequence) -> bool:
-        if len(self._caches) >= self._limits.max_num_seqs or len(sequence.token_ids) >= self.max_model_len:
-            return False
-        num_tokens = min(len(sequence.token_ids) + sequence.window, self.max_model_len) - self._num_without_place
-        token_ids, root = sequence.token_ids[self._num_without_place :], self._root(sequence)
-        allocated = self._runner.blocks.allocate_for(token_ids, num_tokens, root=root)
-        if allocated is None:
-            return False
-        self._caches[sequence] = Cache(*allocated, root)
-        return True
+        return self._allocate(sequence, sequence.token_ids, len(sequence.token_ids))
 
     def draft(self, sequences: Sequence[DraftSequence]) -> list[DraftSequence]:
         started_at = time.perf_counter()
@@ -151,13 +149,46 @@ class ModelDrafter(Drafter):
         # There were drafts, so all tokens before them are computed. The last of the kept nodes may have no slots yet.
         num_with_slots = max((place + 1 for place, computed in enumerate(is_computed) if computed), default=0)
         self._runner.keep(cache.block_table, cache.num_computed_tokens, kept[:num_with_slots])
-        num_committed = min(len(kept), sequence.num_committed - cache.num_computed_tokens)
+        num_committed = min(len(kept), self._num_uncomputed(sequence))
         # The last accepted draft may not be computed. In this case it has no descendants.
         cache.num_computed_tokens += sum(is_computed[:num_committed])
         cache.computed_nodes = {node for node, computed in enumerate(is_computed[num_committed:]) if computed}
 
     def release(self, sequence: DraftSequence) -> None:
         self._runner.blocks.free(self._caches.pop(sequence).block_table)
+
+    def _allocate(self, sequence: DraftSequence, token_ids: Sequence[int], num_certain: int) -> bool:
+        """Adds a cache for `token_ids`, the tokens of `sequence`, and its window. Returns False if it does not fit.
+
+        Shares blocks only of the first `num_certain` tokens.
+        """
+        if len(self._caches) >= self._limits.max_num_seqs:
+            return False
+        root = self._root(sequence)
+        for tokens in self._read_tokens(token_ids, num_certain, root):
+            if len(tokens) >= self.max_model_len:
+                continue
+            num_tokens = min(len(tokens) + sequence.window, self.max_model_len)
+            certain = tokens[: num_certain - tokens.num_skipped]
+            allocated = self._runner.blocks.allocate_for(certain, num_tokens, root=root)
+            if allocated is not None:
+                self._caches[sequence] = Cache(*allocated, root, tokens)
+                sequence.num_skipped = max(0, sequence.num_committed - len(tokens))
+                return True
+        return False
+
+    def _read_tokens(self, token_ids: Sequence[int], num_certain: int, root: bytes | None) -> Iterator[ReadTokens]:
+        """Yields what to read of `token_ids`, the preferred choice first.
+
+        With `context_tokens`, all tokens are read only if that computes no more of them. The skipped tokens are among
+        the first `num_certain`.
+        """
+        most = len(token_ids) if self._context_tokens is None else self._context_tokens
+        num_skipped = min(len(token_ids) - most, num_certain) - NUM_SINKS
+        if num_skipped <= 0 or len(token_ids) - self._runner.blocks.num_cached_tokens(token_ids, root) <= most:
+            yield ReadTokens(token_ids)
+        if num_skipped > 0:
+            yield ReadTokens(token_ids, num_skipped, NUM_SINKS)
 
     def _run(self, step: LevelStep) -> torch.Tensor:
         """Returns the logits of `step`, [num_logit_rows, the model's vocabulary]."""
@@ -169,14 +200,14 @@ class ModelDrafter(Drafter):
 
     def _grow(self, sequence: DraftSequence) -> bool:
         """Allocates blocks for all tokens of `sequence`. Returns False if too few are free."""
-        cache, blocks, first = self._caches[sequence], self._runner.blocks, self._num_without_place
-        if not blocks.grow(cache.block_table, len(sequence.token_ids) - first):
+        cache, blocks = self._caches[sequence], self._runner.blocks
+        if not blocks.grow(cache.block_table, len(cache.tokens)):
             return False
-        blocks.cache(cache.block_table, sequence.token_ids, cache.num_computed_tokens, cache.root, first)
+        blocks.cache(cache.block_table, cache.tokens, cache.num_computed_tokens, cache.root)
         return True
 
     def _num_uncomputed(self, sequence: DraftSequence) -> int:
-        return sequence.num_committed - self._num_without_place - self._caches[sequence].num_computed_tokens
+        return sequence.num_committed - sequence.num_skipped - self._caches[sequence].num_computed_tokens
 
     def _num_round_tokens(self, sequence: DraftSequence) -> int:
         """Returns the maximum number of uncomputed tokens after a round.
@@ -192,7 +223,7 @@ class ModelDrafter(Drafter):
     def _add(self, step: LevelStep, sequence: DraftSequence, most: int) -> None:
         """Adds at most `most` rows of `sequence` to `step`."""
         if most > 0:
-            segment, nodes = _next_segment(sequence, self._caches[sequence], most, self._num_without_place)
+            segment, nodes = _next_segment(sequence, self._caches[sequence], most)
             step.add(segment)
             step.extended.extend((sequence, node, 1) for node in nodes)
 
@@ -221,22 +252,23 @@ class ModelDrafter(Drafter):
 
     def _num_to_draft(self, sequence: DraftSequence) -> int:
         """Returns the number of tokens that complete a chain's proposal; 1 if it is complete, to run ahead."""
-        room = self.max_model_len - len(sequence.token_ids)
-        return max(1, min(sequence.num_owed - sequence.num_drafted, room))
+        room = sequence.room(self.max_model_len)
+        return max(1, min(sequence.num_owed, room) - sequence.num_drafted)
 
     def _extend_by(self, burst: Burst, sequences: Sequence[DraftSequence], logits: torch.Tensor) -> None:
         """Adds the owed tokens to every chain; only one token to a chain without blocks for more."""
         owed = []
         for sequence in sequences:
-            count = self._num_to_draft(sequence)
-            has_room = self._runner.blocks.grow(self._caches[sequence].block_table, len(sequence.token_ids) + count - 1)
+            count, cache = self._num_to_draft(sequence), self._caches[sequence]
+            has_room = self._runner.blocks.grow(cache.block_table, len(cache.tokens) + count - 1)
             owed.append(count if has_room else 1)
         requests = [
             SampleRequest(s.params, s.noise_key, s.token_ids, s.num_prompt_tokens, position_shift=-s.num_added)
             for s in sequences
         ]
         tables = [self._caches[sequence].block_table for sequence in sequences]
-        for sequence, drawn in zip(sequences, burst.run(logits, requests, tables, owed), strict=True):
+        num_skipped = [sequence.num_skipped for sequence in sequences]
+        for sequence, drawn in zip(sequences, burst.run(logits, requests, tables, owed, num_skipped), strict=True):
             for index, token in enumerate(drawn):
                 if index:  # the previous token was an input of the step
                     self._caches[sequence].computed_nodes.add(sequence.tip)
@@ -267,17 +299,13 @@ class ModelDrafter(Drafter):
             sequence.extend(node, token_ids[: sequence.width], gaps[: sequence.width])
 
 
-def _next_segment(sequence: DraftSequence, cache: Cache, budget: int, first: int) -> tuple[Segment, list[int]]:
-    """Returns the rows of `sequence` in this step, at most `budget`, and the nodes that get children from them.
-
-    `first`: index in the sequence of the token that has place 0.
-    """
-    start, end = cache.num_computed_tokens, sequence.num_committed - first
+def _next_segment(sequence: DraftSequence, cache: Cache, budget: int) -> tuple[Segment, list[int]]:
+    """Returns the rows of `sequence` in this step, at most `budget`, and the nodes that get children from them."""
+    start, end = cache.num_computed_tokens, sequence.num_committed - sequence.num_skipped
     if start < end:
         is_complete = end <= start + budget
         cache.num_computed_tokens = end = min(end, start + budget)
-        token_ids = sequence.token_ids[first + start : first + end]
-        segment = Segment(token_ids, start, cache.block_table, num_logits=int(is_complete))
+        segment = Segment(cache.tokens[start:end], start, cache.block_table, num_logits=int(is_complete))
         return segment, [-1] if is_complete else []
     nodes = (sequence.to_extend or [sequence.tip])[:budget]
     assert cache.computed_nodes.isdisjoint(nodes)

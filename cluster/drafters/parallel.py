@@ -35,9 +35,15 @@ class ParallelDrafter(ModelDrafter):
     is_one_pass = True
 
     def __init__(
-        self, runner: ModelRunner, limits: StepLimits, mask_token_id: int, vocabulary: VocabularyMap | None = None
+        self,
+        runner: ModelRunner,
+        limits: StepLimits,
+        mask_token_id: int,
+        vocabulary: VocabularyMap | None = None,
+        *,
+        context_tokens: int | None = None,
     ) -> None:
-        super().__init__(runner, limits, vocabulary=vocabulary)
+        super().__init__(runner, limits, vocabulary=vocabulary, context_tokens=context_tokens)
         self._mask_token_id = mask_token_id
 
     def _has_blocks(self, sequence: DraftSequence, num_drafts: int) -> bool:
@@ -55,19 +61,19 @@ class ParallelDrafter(ModelDrafter):
         if most <= 0:
             return
         cache = self._caches[sequence]
-        start, end = cache.num_computed_tokens, sequence.num_committed
+        start, end = cache.num_computed_tokens, sequence.num_committed - sequence.num_skipped
         if most < end - start:
-            step.add(Segment(sequence.token_ids[start : start + most], start, cache.block_table, num_logits=0))
+            step.add(Segment(cache.tokens[start : start + most], start, cache.block_table, num_logits=0))
             cache.num_computed_tokens += most
             return
-        rows = _Rows(sequence, start)
+        rows = _Rows(sequence, cache.tokens, start)
         for node in sequence.to_extend or [sequence.tip]:
             path = [other for other in path_to(node, sequence.parents)[:-1] if other not in cache.computed_nodes]
             num_masks = min(sequence.num_drafts_after(node, self.max_model_len) - 1, most - rows.number(node, path))
             is_ahead = rows.extended or sequence.depth(node) >= sequence.proposal_depth
             if num_masks < 0 or (is_ahead and not self._has_blocks(sequence, num_masks + 1)):
                 break
-            num_tokens = len(sequence.token_ids) + rows.num_masks + num_masks
+            num_tokens = len(cache.tokens) + rows.num_masks + num_masks
             if not self._runner.blocks.grow(cache.block_table, num_tokens):
                 num_masks = 0  # the tokens have blocks, but the masks do not
             rows.extend(node, path, num_masks)
@@ -110,11 +116,13 @@ class _Rows:
     masks.
     """
 
-    def __init__(self, sequence: DraftSequence, start: int) -> None:
+    def __init__(self, sequence: DraftSequence, tokens: Sequence[int], start: int) -> None:
+        """`tokens`: those of the sequence that have places in the cache."""
         self.inputs: set[int] = set()  # nodes that become inputs but are not extended
         self.extended: list[tuple[int, int]] = []  # nodes to extend, each with its number of masks
         self.num_masks = 0
         self._sequence = sequence
+        self._tokens = tokens
         self._start = start
 
     def number(self, node: int, path: Sequence[int]) -> int:
@@ -125,15 +133,15 @@ class _Rows:
         return self._num_committed + len(self.inputs) + len(self.extended) + self.num_masks + num_others + 1
 
     def extend(self, node: int, path: Sequence[int], num_masks: int) -> None:
-        if node < 0:  # the last committed token needs a row, even if it was computed before
-            self._start = min(self._start, self._sequence.num_committed - 1)
+        if node < 0 and self._num_committed == 0:
+            self._start -= 1  # the last committed token needs a row, even if it was computed before
         self.inputs.update(path)
         self.extended.append((node, num_masks))
         self.num_masks += num_masks
 
     @property
     def _num_committed(self) -> int:
-        return self._sequence.num_committed - self._start
+        return self._sequence.num_committed - self._sequence.num_skipped - self._start
 
     def segment(self, block_table: Sequence[int], mask_token_id: int) -> Segment:
         sequence, offset = self._sequence, self._num_committed
@@ -151,8 +159,8 @@ class _Rows:
                 parents.append(last)
                 last = places[-1]
         num_real = offset + len(sequence.parents)
-        tokens = sequence.token_ids
-        token_ids = [tokens[self._start + place] if place < num_real else mask_token_id for place in places]
+        tokens = self._tokens[self._start :]
+        token_ids = [tokens[place] if place < num_real else mask_token_id for place in places]
         num_logits = len(places) - num_before
         if all(parent == place - 1 for place, parent in enumerate(parents)):
             return Segment(token_ids, self._start + places[0], block_table, num_logits)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from cluster.drafters.base import DraftSequence
-from cluster.drafters.model import Cache, LevelStep, ModelDrafter
+from cluster.drafters.model import LevelStep, ModelDrafter
 from cluster.drafters.translation import MAX_PIECES, DraftText, Translation
 from cluster.engine.batch import Segment
 from cluster.engine.limits import StepLimits
@@ -54,8 +54,10 @@ class TranslatingDrafter(ModelDrafter):
 
     translates = True
 
-    def __init__(self, runner: ModelRunner, limits: StepLimits, vocabulary: VocabularyMap) -> None:
-        super().__init__(runner, limits)
+    def __init__(
+        self, runner: ModelRunner, limits: StepLimits, vocabulary: VocabularyMap, *, context_tokens: int | None = None
+    ) -> None:
+        super().__init__(runner, limits, context_tokens=context_tokens)
         self.vocabulary = vocabulary
         self._translation = translation = Translation(vocabulary)
         self.vocab_size = translation.num_target_ids
@@ -65,16 +67,8 @@ class TranslatingDrafter(ModelDrafter):
         own = _Own(DraftText(self._translation), sequence.num_committed)
         own.text.append(sequence.token_ids)
         own.token_ids = [*own.text.token_ids]
-        is_full = len(self._caches) >= self._limits.max_num_seqs
-        if is_full or not 0 < len(own.token_ids) < self.max_model_len:
+        if not own.token_ids or not self._allocate(sequence, own.token_ids, own.text.num_certain):
             return False
-        num_tokens = min(len(own.token_ids) + sequence.window, self.max_model_len)
-        # Blocks may be shared only if no token in them can change.
-        certain, root = own.token_ids[: own.text.num_certain], self._root(sequence)
-        allocated = self._runner.blocks.allocate_for(certain, num_tokens, root=root)
-        if allocated is None:
-            return False
-        self._caches[sequence] = Cache(*allocated, root)
         self._owns[sequence] = own
         return True
 
@@ -97,7 +91,8 @@ class TranslatingDrafter(ModelDrafter):
         own.token_ids[num_equal:] = own.text.token_ids[num_equal:]
         # The last token is always computed again: its logits are needed.
         cache = self._caches[sequence]
-        cache.num_computed_tokens = min(cache.num_computed_tokens, num_equal, len(own.token_ids) - 1)
+        num_equal -= cache.tokens.num_skipped
+        cache.num_computed_tokens = min(cache.num_computed_tokens, num_equal, len(cache.tokens) - 1)
 
     def release(self, sequence: DraftSequence) -> None:
         super().release(sequence)
@@ -105,27 +100,28 @@ class TranslatingDrafter(ModelDrafter):
 
     def _grow(self, sequence: DraftSequence) -> bool:
         own, cache, blocks = self._owns[sequence], self._caches[sequence], self._runner.blocks
-        if len(own.token_ids) >= self.max_model_len:
+        if len(cache.tokens) >= self.max_model_len:
             sequence.is_exhausted = True
             return True
-        if not blocks.grow(cache.block_table, len(own.token_ids)):
+        if not blocks.grow(cache.block_table, len(cache.tokens)):
             return False
-        num_certain = min(cache.num_computed_tokens, own.text.num_certain)
-        blocks.cache(cache.block_table, own.token_ids, num_certain, cache.root)
+        num_certain = min(cache.num_computed_tokens, own.text.num_certain - cache.tokens.num_skipped)
+        blocks.cache(cache.block_table, cache.tokens, num_certain, cache.root)
         return True
 
     def _num_uncomputed(self, sequence: DraftSequence) -> int:
-        return len(self._owns[sequence].token_ids) - self._caches[sequence].num_computed_tokens
+        cache = self._caches[sequence]
+        return len(cache.tokens) - cache.num_computed_tokens
 
     def _add(self, step: LevelStep, sequence: DraftSequence, most: int) -> None:
-        own, cache = self._owns[sequence], self._caches[sequence]
-        end = len(own.token_ids)
+        cache = self._caches[sequence]
+        end = len(cache.tokens)
         start = min(cache.num_computed_tokens, end - 1)
         if most <= 0 or sequence.is_exhausted:
             return
         is_complete = end <= start + most
         cache.num_computed_tokens = end = min(end, start + most)
-        step.add(Segment(own.token_ids[start:end], start, cache.block_table, num_logits=int(is_complete)))
+        step.add(Segment(cache.tokens[start:end], start, cache.block_table, num_logits=int(is_complete)))
         if is_complete:
             step.extended.append((sequence, sequence.tip, 1))
 

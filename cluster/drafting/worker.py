@@ -285,7 +285,7 @@ class DraftWorker:
             return []
         limit = self._drafter.max_model_len
         lists = [
-            entry.ahead(self.run_ahead, limit - entry.sequence.num_committed, owed.get(entry, ()))
+            entry.ahead(self.run_ahead, entry.sequence.room(limit), owed.get(entry, ()))
             for entry in self._entries.values()
             if entry.is_computed and entry.runs_ahead and not entry.sequence.is_exhausted
         ]

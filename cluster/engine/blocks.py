@@ -136,11 +136,10 @@ class BlockManager:
         token_ids: Sequence[int],
         num_tokens: int,
         root: bytes | None = None,
-        first: int = 0,
     ) -> None:
-        """Adds the full blocks of `num_tokens` tokens to the prefix cache, under `root`.
+        """Adds the full blocks of the first `num_tokens` of `token_ids` to the prefix cache, under `root`.
 
-        The tokens begin at index `first` of `token_ids`. These tokens must be committed and their KV computed.
+        These tokens must be committed and their KV computed.
         """
         hash_of, size = self._hash_of, self.block_size
         num_full = num_hashed = num_tokens // size
@@ -151,10 +150,13 @@ class BlockManager:
         parent = hash_of[block_table[num_hashed - 1]] if num_hashed else root
         for index in range(num_hashed, num_full):
             block = block_table[index]
-            start = first + index * size
-            parent = _hash(parent, token_ids[start : start + size])
+            parent = _hash(parent, token_ids[index * size : (index + 1) * size])
             hash_of[block] = parent
             self._block_of.setdefault(parent, block)
+
+    def num_cached_tokens(self, token_ids: Sequence[int], root: bytes | None = None) -> int:
+        """Returns the number of tokens whose KV `allocate_for` would find in the prefix cache."""
+        return len(self._cached_prefix(token_ids, root)) * self.block_size
 
     def readings(self) -> Iterator[Reading]:
         """Returns the metrics of the KV cache."""

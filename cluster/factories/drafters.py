@@ -37,7 +37,7 @@ def draft_fingerprint(config: Config) -> str:
     not included.
     """
     draft = config.draft
-    settings = draft.model_dump(mode="json", include={"drafter", "dtype", "quantization"})
+    settings = draft.model_dump(mode="json", include={"drafter", "dtype", "quantization", "context_tokens"})
     if draft.drafter == "simulated":
         settings |= config.simulation.model_dump(mode="json", include={"acceptance", "acceptance_schedule"})
     elif draft.drafter != "ngram":
@@ -151,7 +151,7 @@ def load_heads(config: Config, target: LoadedModel) -> DecoderHead | MedusaHeads
 def model_drafter(config: Config, runner: ModelRunner, vocabulary: VocabularyMap | None = None) -> Drafter:
     """Returns the drafter with the model and cache of `runner`, which was loaded with `vocabulary`."""
     max_model_len = runner.model.config.resolve_max_model_len(config.draft.max_model_len)
-    limits = StepLimits.of(config.draft, max_model_len)
+    limits, context_tokens = StepLimits.of(config.draft, max_model_len), config.draft.context_tokens
     if config.draft.drafter == "parallel":
         mask_token_id = runner.model.config.mask_token_id
         if mask_token_id is None:
@@ -166,14 +166,15 @@ def model_drafter(config: Config, runner: ModelRunner, vocabulary: VocabularyMap
                 f"the config.json of {config.draft.model!r} has a pard_token that is not in its vocabulary of "
                 f"{num_inputs} tokens: correct it"
             )
-        return ParallelDrafter(runner, limits, mask_token_id, vocabulary)
+        return ParallelDrafter(runner, limits, mask_token_id, vocabulary, context_tokens=context_tokens)
     if vocabulary is not None and _translates(config, vocabulary):
-        return TranslatingDrafter(runner, limits, vocabulary)
+        return TranslatingDrafter(runner, limits, vocabulary, context_tokens=context_tokens)
     if runner.model.device.type != "cuda" or not runner.model.records_steps:
-        return ModelDrafter(runner, limits, vocabulary=vocabulary)
+        return ModelDrafter(runner, limits, vocabulary=vocabulary, context_tokens=context_tokens)
     from cluster.drafters.burst import Burst  # PyTorch's builds for CPUs come without Triton
 
-    return ModelDrafter(runner, limits, Burst.of(runner, limits, vocabulary), vocabulary)
+    burst = Burst.of(runner, limits, vocabulary)
+    return ModelDrafter(runner, limits, burst, vocabulary, context_tokens=context_tokens)
 
 
 def _model_drafter(config: Config, progress: Progress | None, vocabulary: VocabularyMap | None) -> Drafter:

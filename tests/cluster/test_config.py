@@ -285,6 +285,23 @@ def test_vllm_needs_a_draft_with_the_targets_ids() -> None:
     check_models(load_config(None, ["draft.drafter=model", "draft.model=outrider-draft-smollm2-135m"]))
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["draft.drafter=ngram"], "draft.drafter ngram reads all tokens"),
+        (["draft.drafter=eagle"], "draft.drafter eagle reads all tokens"),
+        (["draft.drafter=vllm"], "vLLM's draft reads all tokens"),
+        (["target.engine=vllm", "draft.placement=in-process"], "vLLM's draft reads all tokens"),
+        (["speculation.acceptance=rejection"], "acceptance rejection .* from all tokens"),
+        (["draft.placement=in-process", "draft.in_process_threads=device"], "with in_process_threads device"),
+    ],
+)
+def test_drafters_that_read_all_tokens_take_no_context_tokens(settings: list[str], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        load_config(None, ["draft.context_tokens=256", *settings])
+    load_config(None, ["draft.context_tokens=256", "speculation.num_speculative_tokens=0", *settings[:1]])
+
+
 @pytest.mark.parametrize("drafter", READ_STATES)
 @pytest.mark.parametrize(
     ("settings", "said"),

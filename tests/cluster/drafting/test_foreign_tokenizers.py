@@ -73,6 +73,21 @@ def test_a_rejected_draft_leaves_no_trace(temperature: float, window: int, draft
     assert num_rejected > 5
 
 
+@pytest.mark.parametrize("context_tokens", [1, 9])
+def test_few_tokens_are_read(context_tokens: int, draft: Path, text: list[int]) -> None:
+    """A drafter whose drafts were rejected proposes the same as one that never drafted these."""
+    params, settings, start = SamplingParams(temperature=1.0), f"draft.context_tokens={context_tokens}", 60
+    worker, other = Worker(draft, TARGET, settings), Worker(draft, TARGET, settings, "draft.max_model_len=64")
+    worker.open(text[:start], params)
+    other.open(text[:start], params)
+    for base in range(start, len(text) - 1):
+        proposal = worker.advance(base, text[base : base + 1])
+        if base % 7 == 0:
+            assert other.advance(start, text[start : base + 1]) == proposal
+    (cache,) = worker.drafter._caches.values()
+    assert cache.tokens.num_skipped > 0
+
+
 def test_accepted_drafts_are_kept(draft: Path, text: list[int]) -> None:
     worker = Worker(draft)
     first = worker.open(text[:8], SamplingParams(temperature=0.0), window=4 * K).token_ids

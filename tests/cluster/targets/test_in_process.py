@@ -52,11 +52,18 @@ class Drafted:
     """A target with its drafter."""
 
     def __init__(
-        self, loop: BackgroundLoop, target: ModelRunner, draft: ModelRunner, num_threads: int | None, **settings: object
+        self,
+        loop: BackgroundLoop,
+        target: ModelRunner,
+        draft: ModelRunner,
+        num_threads: int | None,
+        context_tokens: int | None = None,
+        **settings: object,
     ) -> None:
         if num_threads is SHARED:
             settings = {"max_run_ahead": 0} | settings
-        self.drafter = FragileDrafter(draft, StepLimits(max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64))
+        limits = StepLimits(max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64)
+        self.drafter = FragileDrafter(draft, limits, context_tokens=context_tokens)
         self.pool = InProcessPool(
             self.drafter, "tiny", SpeculationConfig(**settings), num_threads, has_own_thread=num_threads is OWN
         )
@@ -135,6 +142,20 @@ class TestSameTokens:
     ) -> None:
         drafted = new_drafted(num_threads, OTHER_SEED, tree_width=3)
         assert drafted.target.generate(mixed_requests(8)) == list(expected.values())
+        drafted.assert_idle()
+
+    @pytest.mark.parametrize("tree_width", [1, 3])
+    def test_with_a_drafter_that_reads_few_tokens(
+        self,
+        num_threads: int | None,
+        tree_width: int,
+        new_drafted: Callable[..., Drafted],
+        expected: dict[int, list[int]],
+    ) -> None:
+        drafted, requests = new_drafted(num_threads, context_tokens=32, tree_width=tree_width), mixed_requests(4)
+        assert drafted.target.generate(requests) == list(expected.values())
+        num_drafted, num_accepted = acceptance(drafted.target, requests)
+        assert 0 < num_accepted < num_drafted
         drafted.assert_idle()
 
     def test_when_every_proposal_is_late(

@@ -41,14 +41,16 @@ def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 class Pair:
     """A drafter with bursts and one without, with the same sequences."""
 
-    def __init__(self, folder: Path, vocabulary: VocabularyMap | None = None) -> None:
+    def __init__(
+        self, folder: Path, vocabulary: VocabularyMap | None = None, context_tokens: int | None = None
+    ) -> None:
         self.num_runs = 0
         self.drafters = []
         for has_burst in (True, False):
             runner = ModelRunner(load_model(folder, torch.float32, CPU, form=TritonModel), 4, 96)
             assert isinstance(runner.model, TritonModel)
             burst = Burst(runner.model, LIMITS, lambda call: call, vocabulary) if has_burst else None
-            self.drafters.append(ModelDrafter(runner, LIMITS, burst, vocabulary))
+            self.drafters.append(ModelDrafter(runner, LIMITS, burst, vocabulary, context_tokens=context_tokens))
             if has_burst:
                 self._count_runs(runner)
         self.sequences: list[list[DraftSequence]] = [[], []]
@@ -125,6 +127,16 @@ def test_at_the_longest_sequence(pair: Pair) -> None:
     pair.open([4] * 3, PARAMS[1], 8, 2)
     assert [len(tokens) for tokens in pair.draft()] == [3, 8]
     pair.open([7] * 5, PARAMS[0], 6, 3)
+    pair.draft()
+
+
+def test_prompts_that_are_read_in_part(tiny_folder: Callable[..., Path]) -> None:
+    """One prompt is longer than the draft's context, and one is read whole."""
+    pair = Pair(tiny_folder(), context_tokens=6)
+    for seed, (params, length) in enumerate(zip(PARAMS, (90, 5, 31, 17), strict=True)):
+        pair.open([(7 * i + seed) % 500 for i in range(length)], params, 2 + seed, seed)
+    for _ in range(2):
+        pair.commit([[*tokens[:1], 11 + i] for i, tokens in enumerate(pair.draft())])
     pair.draft()
 
 
