@@ -64,9 +64,10 @@ class LinkBalancer:
             return links[0] if links else None
         return max(links, key=lambda link: self._link_value_of(link, temperature, 1))
 
-    def choose(self, sequence: SpeculativeSequence, num_tokens: int, now: float) -> ActiveLink | None:
-        """Returns the link to open `sequence` on; None if no link that is up has room for its `num_tokens` tokens."""
-        with_room = [link for link in self.active.values() if link.credit is None or link.credit >= num_tokens]
+    def choose(self, sequence: SpeculativeSequence, num_tokens: int, window: int, now: float) -> ActiveLink | None:
+        """Returns the link to open `sequence` on; None if no link that is up has room for its tokens and drafts."""
+        links = self.active.values()
+        with_room = [link for link in links if link.credit is None or link.credit >= link.room_for(num_tokens, window)]
         candidates = self._usable(with_room, now)
         going_to = self._going.pop(sequence, None)
         if len(candidates) < 2:

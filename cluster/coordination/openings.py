@@ -72,15 +72,15 @@ class Openings:
             return
         now = self._clock()
         for sequence in [s for s in self._waiting if s.may_open_at <= now and s.useful_depth > 0]:
-            num_tokens = len(sequence.token_ids) + self._config.window(sequence.depth)
-            link = self._balancer.choose(sequence, num_tokens, now)
+            num_tokens, window = len(sequence.token_ids), self._config.window(sequence.depth)
+            link = self._balancer.choose(sequence, num_tokens, window, now)
             if link is None:
                 sequence.kept_waiting(now + _REOPEN_SECONDS)
                 self._stats.num_without_credit += 1
                 continue
             del self._waiting[sequence]
             if link.credit is not None:
-                link.credit -= num_tokens
+                link.credit -= link.room_for(num_tokens, window)
             self._open(sequence, link, now)
 
     def turn_away(self, link: ActiveLink, reply: SpeculateReply) -> None:

@@ -261,6 +261,7 @@ class ActiveLink:
     request: SpeculateRequest = field(default_factory=SpeculateRequest)
     has_proposed: bool = False  # whether it drafts for any sequence
     credit: int | None = None  # tokens of new sequences that the worker has room for; None: unknown
+    max_tokens_read: int | None = None  # tokens of a new sequence that need room, before its drafts; None: all
     owes_since: float | None = None  # when the oldest outstanding proposal was requested; reset by any reply
     late_since: float | None = None  # when a proposal first was late; reset by any reply
     num_ready: list[int] = field(default_factory=list)  # requested levels that were ready, per sequence and step
@@ -274,6 +275,10 @@ class ActiveLink:
     def is_guessed(self) -> bool:
         """True if only the worker's place predicts its round trip: no measurements, and no sequences yet."""
         return self.expected_round_trip is not None and not self.costs.is_known and not self.sequences
+
+    def room_for(self, num_tokens: int, window: int) -> int:
+        """Returns the credit that a new sequence of `num_tokens` tokens with `window` drafts takes."""
+        return window + (num_tokens if self.max_tokens_read is None else min(num_tokens, self.max_tokens_read))
 
     def send(self) -> None:
         """Sends the pending messages, if any."""
@@ -291,7 +296,7 @@ class ActiveLink:
         `answer_seconds`: time between the link's last message and the reply.
         """
         self.owes_since = self.late_since = None
-        self.credit = reply.credit
+        self.credit, self.max_tokens_read = reply.credit, reply.max_tokens_read
         self.has_proposed = self.has_proposed or bool(reply.proposals)
         if reply.timing is not None:
             timing = reply.timing

@@ -256,6 +256,11 @@ class Drafter(ABC):
         """Number of tokens of new sequences that the drafter has room for; None: unlimited."""
         return None
 
+    @property
+    def max_tokens_read(self) -> int | None:
+        """Maximum number of tokens of a new sequence that need room; None: all of them."""
+        return None
+
     @abstractmethod
     def admit(self, sequence: DraftSequence) -> bool:
         """Allocates memory for `sequence`. Returns False if there is not enough or the sequence cannot be drafted."""

@@ -97,6 +97,10 @@ class ModelDrafter(Drafter):
             return 0
         return self._runner.blocks.num_available_blocks * self.block_size
 
+    @property
+    def max_tokens_read(self) -> int | None:
+        return None if self._context_tokens is None else NUM_SINKS + self._context_tokens
+
     def readings(self) -> Iterable[Reading]:
         return self._runner.blocks.readings()
 

@@ -221,7 +221,7 @@ class DraftWorker:
             if link is not None and (reply or now > link.answered_at + _SILENT_SECONDS):
                 link.answered_at = now
                 reply.timing = link.timing(now)
-                reply.credit = self._drafter.free_tokens
+                reply.credit, reply.max_tokens_read = self._drafter.free_tokens, self._drafter.max_tokens_read
                 link.deliver(reply)
 
     def _record_step(self, batch: Sequence[Entry], num_rows: int, seconds: float, first_for: Container[int]) -> None:

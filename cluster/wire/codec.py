@@ -108,6 +108,7 @@ def encode_reply(reply: SpeculateReply) -> draft_pb2.SpeculateReply:
         message.timing.is_first = reply.timing.is_first
     if reply.credit is not None:
         message.credit.num_tokens = reply.credit
+        message.credit.max_tokens_read = reply.max_tokens_read or 0
     if reply.proposals:
         proposals = reply.proposals.values()
         message.proposals.CopyFrom(
@@ -146,6 +147,7 @@ def decode_reply(message: draft_pb2.SpeculateReply) -> SpeculateReply:
         refused=set(message.refused),
         timing=_decode_timing(message.timing) if message.HasField("timing") else None,
         credit=message.credit.num_tokens if message.HasField("credit") else None,
+        max_tokens_read=message.credit.max_tokens_read or None,
     )
 
 

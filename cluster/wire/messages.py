@@ -137,6 +137,7 @@ class SpeculateReply:
     refused: set[int] = field(default_factory=set)  # sequences that the worker has no room for
     timing: Timing | None = field(default=None, compare=False)  # not compared, because all timings differ
     credit: int | None = field(default=None, compare=False)  # tokens that the worker has room for; None: no limit
+    max_tokens_read: int | None = field(default=None, compare=False)  # of a sequence, that need room; None: all
 
     def __bool__(self) -> bool:
         return bool(self.proposals or self.lost or self.refused)
@@ -154,4 +155,4 @@ class SpeculateReply:
         self.lost |= newer.lost
         self.refused |= newer.refused
         self.timing = newer.timing or self.timing
-        self.credit = newer.credit
+        self.credit, self.max_tokens_read = newer.credit, newer.max_tokens_read

@@ -327,15 +327,19 @@ class Credit(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_READ_FIELD_NUMBER: _builtins.int
     num_tokens: _builtins.int
+    max_tokens_read: _builtins.int
+    """tokens of a sequence that count at most, as the draft does not read others; 0: all count"""
     def __init__(
         self,
         *,
         num_tokens: _builtins.int = ...,
+        max_tokens_read: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tokens", b"num_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_tokens_read", b"max_tokens_read", "num_tokens", b"num_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

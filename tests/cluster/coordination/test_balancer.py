@@ -55,7 +55,7 @@ class Pool:
             self.planner.rates(model, 1.0).observe(1, int(number % 10 < 10 * rate))
 
     def choose(self, num_tokens: int = 10, now: float = 0.0) -> ActiveLink | None:
-        return self.balancer.choose(new_sequence(), num_tokens, now)
+        return self.balancer.choose(new_sequence(), num_tokens, 0, now)
 
     def open(self, count: int, now: float = 0.0) -> list[SpeculativeSequence]:
         """Opens `count` sequences on the links that the balancer chooses."""
@@ -65,7 +65,7 @@ class Pool:
         return sequences
 
     def open_one(self, sequence: SpeculativeSequence, now: float) -> ActiveLink:
-        link = self.balancer.choose(sequence, 10, now)
+        link = self.balancer.choose(sequence, 10, 0, now)
         assert link is not None
         sequence.opened(link, next(numbers))
         return link
@@ -115,7 +115,7 @@ class TestChoice:
         for number in range(40):
             sequence = new_sequence()
             sequence.conversation = b"%d" % number
-            links = [pool.balancer.choose(sequence, 10, 0.0) for pool in pools]
+            links = [pool.balancer.choose(sequence, 10, 0, 0.0) for pool in pools]
             addresses = {link.link.address for link in links if link is not None}
             assert len(addresses) == 1
             chosen += addresses
@@ -166,6 +166,13 @@ class TestChoice:
         assert pool.choose() is None
         full.credit = 10
         assert pool.choose() is full
+
+    def test_only_tokens_that_a_draft_reads_need_room(self, pool: Pool) -> None:
+        link = pool.link()
+        link.credit, link.max_tokens_read = 8, 6
+        assert pool.balancer.choose(new_sequence(), 1000, 2, 0.0) is link
+        assert pool.balancer.choose(new_sequence(), 1000, 3, 0.0) is None
+        assert pool.balancer.choose(new_sequence(), 4, 4, 0.0) is link
 
 
 class TestPlaces:

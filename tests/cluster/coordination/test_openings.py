@@ -187,6 +187,19 @@ class TestRefusals:
         assert rounds.drafts() == [5, 6, 7, 8]
 
 
+def test_an_opening_takes_the_credit_of_what_the_draft_reads(
+    coordinator: Coordinator, pool: ScriptedPool, link: ScriptedLink, rounds: Rounds
+) -> None:
+    wire_id = rounds.sequence.wire_id
+    proposals = {wire_id: Proposal(wire_id, 3, [7])}
+    pool.happens(link, SpeculateReply(proposals=proposals, credit=1000, max_tokens_read=2))
+    newcomer = new_sequence()
+    assert len(newcomer.token_ids) > 2
+    coordinator.begin((), [newcomer])
+    assert newcomer.link is not None
+    assert newcomer.link.credit == 1000 - 2 - newcomer.window
+
+
 def test_nothing_is_opened_beyond_a_workers_credit(
     coordinator: Coordinator, pool: ScriptedPool, link: ScriptedLink, rounds: Rounds
 ) -> None:

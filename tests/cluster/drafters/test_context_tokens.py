@@ -132,6 +132,8 @@ class TestLongSequences:
         drafter, sequence = new_drafter(FEW), new_sequence()
         assert drafter.admit(sequence)
         assert drafter.num_used_blocks == -(-(NUM_READ + sequence.window) // BLOCK_SIZE)
+        assert drafter.max_tokens_read == NUM_READ
+        assert new_drafter().max_tokens_read is None
 
 
 class TestPrefixCache:

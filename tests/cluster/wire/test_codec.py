@@ -248,8 +248,9 @@ def test_a_bias_beyond_its_bounds_is_refused(biases: list[float]) -> None:
 def test_timing_and_credit_survive_to_the_microsecond() -> None:
     """Replies are compared without them."""
     timing = Timing(held_seconds=0.012_345, step_seconds=0.000_678, batch=3, rows=9, is_first=True)
-    decoded = decode_reply(encode_reply(SpeculateReply(timing=timing, credit=0)))
+    decoded = decode_reply(encode_reply(SpeculateReply(timing=timing, credit=0, max_tokens_read=260)))
     assert decoded.timing is not None
+    assert decoded.max_tokens_read == 260
     assert (decoded.timing.batch, decoded.timing.rows, decoded.timing.is_first, decoded.credit) == (3, 9, True, 0)
     assert (decoded.timing.held_seconds, decoded.timing.step_seconds) == pytest.approx((0.012_345, 0.000_678))
     longest = decode_reply(encode_reply(SpeculateReply(timing=Timing(1e9, 0.0, 1)))).timing
