@@ -80,6 +80,7 @@ class Case:
     prompt_tokens: int = 128
     target_gpus: str = "4xA100-80"
     fixed_k: int | None = None  # None: the controller chooses
+    context_tokens: int | None = None  # at the end of a prompt, which the draft reads; None: all
 
     @property
     def draft_gpus(self) -> str:
@@ -147,6 +148,7 @@ class Case:
             settings |= {"speculation.num_speculative_tokens": 0, "draft.replicas": 0}
         else:
             settings["simulation.draft_step_ms"] = [list(point) for point in self.draft_curve]
+            settings["draft.context_tokens"] = "null" if self.context_tokens is None else self.context_tokens
             settings["simulation.is_one_pass"] = str(self.is_one_pass).lower()
             if self.fixed_k is not None:
                 settings |= {"speculation.controller": "fixed", "speculation.num_speculative_tokens": self.fixed_k}
@@ -252,10 +254,10 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
         made += [replace(first, card=card) for card in arguments.cards]
         made += [replace(first, delay_ms=delay_ms) for delay_ms in arguments.delays]
         made += [replace(first, targets=targets) for targets in arguments.targets]
-    settings = itertools.product(arguments.prompts, arguments.fixed)
+    settings = itertools.product(arguments.prompts, arguments.fixed, arguments.context_tokens)
     return [
-        replace(case, prompt_tokens=tokens, target_gpus=arguments.target_gpus, fixed_k=k)
-        for tokens, k in settings
+        replace(case, prompt_tokens=tokens, target_gpus=arguments.target_gpus, fixed_k=k, context_tokens=context_tokens)
+        for tokens, k, context_tokens in settings
         for case in dict.fromkeys(made)
     ]
 
@@ -263,10 +265,11 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     print(
-        "| draft | card | prompt | delay ms | targets | streams | acceptance | tokens/s | over k = 0 | over beside "
-        "| planned | of the bound | k | waits | draft busy | p99 between over k = 0 | $ per million, k = 0 | ran |"
+        "| draft | card | prompt | read | delay ms | targets | streams | acceptance | tokens/s | over k = 0 "
+        "| over beside | planned | of the bound | k | waits | draft busy | p99 between over k = 0 "
+        "| $ per million, k = 0 | ran |"
     )
-    print(f"|{' --- |' * 18}")
+    print(f"|{' --- |' * 19}")
     cells = []
     with ProcessPoolExecutor(arguments.parallel) as pool:
         made = cases(arguments)
@@ -290,8 +293,8 @@ def _row(cell: Cell) -> str:
     case, programs = cell.case, cell.programs_tokens_per_second
     ran = "" if programs is None else f"{programs / cell.tokens_per_second:.2f}"
     return (
-        f"| {case.draft} | {case.card} | {case.prompt_tokens} | {case.delay_ms:g} | {case.targets} | {case.streams} "
-        f"| {case.acceptance:g} "
+        f"| {case.draft} | {case.card} | {case.prompt_tokens} | {case.context_tokens or 'all'} "
+        f"| {case.delay_ms:g} | {case.targets} | {case.streams} | {case.acceptance:g} "
         f"| {cell.tokens_per_second:.0f} | {cell.gain:.2f} | {cell.tokens_per_second / cell.beside:.2f} "
         f"| {planned} | {cell.gain / cell.bound:.2f} | {cell.mean_k:.1f} "
         f"| {cell.waiting_share:.0%} | {cell.draft_busy:.0%} | {between} | {dollars}, {plain} | {ran} |"
@@ -310,6 +313,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cards", type=lambda text: text.split(","), default=["A10G", "L4", "L40S"])
     parser.add_argument("--target-gpus", default="4xA100-80")
     parser.add_argument("--prompts", type=counts, default=[128, 500, 2000, 8000], help="tokens of each prompt")
+    parser.add_argument("--context-tokens", type=counts, default=[None], help="tokens that drafts read; default: all")
     parser.add_argument("--fixed", type=counts, default=[None], metavar="K", help="depths, in place of the controller")
     parser.add_argument("--delays", type=numbers, default=[0.5, 0.2, 2.0], help="ms, there and back")
     parser.add_argument("--streams", type=counts, default=[1, 8, 16, 32, 64], help="of each target")

@@ -189,7 +189,7 @@ class Config(Section):
         if self.draft.context_tokens is None or not self.has_drafter:
             return self
         setting, drafter = f"draft.context_tokens {self.draft.context_tokens}", self.draft.drafter
-        if self.drafts_in_vllm or drafter not in ("model", "parallel", "self-int4"):
+        if self.drafts_in_vllm or drafter not in ("model", "parallel", "self-int4", "simulated"):
             which = "vLLM's draft" if self.drafts_in_vllm else f"draft.drafter {drafter}"
             raise ValueError(f"{setting}: {which} reads all tokens: leave draft.context_tokens out")
         if self.speculation.acceptance == "rejection":

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from cluster.config.simulation import SimulationConfig
 from cluster.drafters.base import Drafter, DraftSequence
+from cluster.drafters.read_tokens import NUM_SINKS
 from cluster.engine.limits import StepLimits
 from cluster.engine.prompt_pace import PromptPace, PromptPart
 from cluster.simulated_engines.acceptance import AcceptanceSchedule
@@ -36,7 +38,9 @@ class SimulatedDrafter(Drafter):
         vocab_size: int,
         limits: StepLimits,
         time: Timekeeper = REAL_TIME,
+        context_tokens: int | None = None,
     ) -> None:
+        """`context_tokens`: as of a `ModelDrafter`."""
         self.is_one_pass = simulation.is_one_pass
         self.vocab_size = vocab_size
         self.max_model_len = limits.max_model_len
@@ -45,6 +49,7 @@ class SimulatedDrafter(Drafter):
         self._time = time
         self._curve = StepCurve(simulation.draft_step_ms)
         self._limits = limits
+        self._most_read = sys.maxsize if context_tokens is None else NUM_SINKS + context_tokens
         self._pace = PromptPace(limits.max_prefill_seconds, limits.max_num_batched_tokens)
         self._uncomputed: dict[DraftSequence, int] = {}  # uncomputed prompt tokens of each sequence
 
@@ -52,7 +57,7 @@ class SimulatedDrafter(Drafter):
         if len(self._uncomputed) >= self._limits.max_num_seqs or len(sequence.token_ids) >= self.max_model_len:
             return False
         self.acceptance.start()
-        self._uncomputed[sequence] = len(sequence.token_ids)
+        self._uncomputed[sequence] = min(len(sequence.token_ids), self._most_read)
         return True
 
     def draft(self, sequences: Sequence[DraftSequence]) -> list[DraftSequence]:
@@ -60,7 +65,10 @@ class SimulatedDrafter(Drafter):
         self.batch = len(sequences)
         budget = self._limits.max_num_batched_tokens
         prompts = [sequence for sequence in sequences if self._uncomputed[sequence]]
-        left = [PromptPart(self._uncomputed[s], len(s.token_ids) - self._uncomputed[s]) for s in prompts]
+        left = [
+            PromptPart(self._uncomputed[s], min(len(s.token_ids), self._most_read) - self._uncomputed[s])
+            for s in prompts
+        ]
         num_rows, for_others = 0, budget - min(sum(part.num_tokens for part in left), budget // 2)
         for sequence in sequences:
             if not self._uncomputed[sequence] and num_rows < for_others:

@@ -204,7 +204,8 @@ def _simulated(config: Config, progress: Progress | None, vocabulary: Vocabulary
     draft, model = config.draft, ModelConfig.from_folder(resolve_model_folder(config.draft_model))
     max_model_len = draft.max_model_len or config.target.max_model_len or model.max_position_embeddings
     vocab_size = config.simulation.vocab_size or model.vocab_size
-    return SimulatedDrafter(config.simulation, vocab_size, StepLimits.of(draft, max_model_len))
+    limits = StepLimits.of(draft, max_model_len)
+    return SimulatedDrafter(config.simulation, vocab_size, limits, context_tokens=draft.context_tokens)
 
 
 _DRAFTERS: dict[DrafterName, Callable[[Config, Progress | None, VocabularyMap | None], Drafter]] = {

@@ -69,12 +69,15 @@ class VirtualDraft:
         self.links: list[VirtualLink] = []
         self._stepped_at = 0.0
         self._limits = draft_limits(config)
+        self._context_tokens = config.draft.context_tokens
         self._branches = config.speculation.num_run_ahead_branches
         self._inbox: deque[tuple[float, int, SpeculateRequest]] = deque()  # in order of arrival
         self._new_worker()
 
     def _new_worker(self) -> None:
-        self._drafter = self.wanted.make_drafter(self.wanted.simulation, VOCAB_SIZE, self._limits, self.time)
+        self._drafter = self.wanted.make_drafter(
+            self.wanted.simulation, VOCAB_SIZE, self._limits, self.time, self._context_tokens
+        )
         self.worker = DraftWorker(self._drafter, self._branches, clock=self.time.now)
         for link in self.links:
             link.attach()

@@ -75,6 +75,18 @@ def test_a_long_prompt_takes_several_steps():
         assert sequence.num_drafted == num_drafted
 
 
+def test_it_reads_only_the_end_of_a_long_prompt():
+    config = SimulationConfig(draft_step_ms=((1, 0.0),))
+    drafter = SimulatedDrafter(config, VOCAB_SIZE, StepLimits(4096, 4, 64), VirtualTime(), context_tokens=100)
+    sequence = new_sequence(prompt_len=1000)
+    assert drafter.admit(sequence)
+    rows = []
+    while not sequence.num_drafted:
+        drafter.draft([sequence])
+        rows.append(drafter.num_step_rows)
+    assert rows == [64, 40]
+
+
 def test_there_is_room_for_so_many_sequences():
     drafter, sequences = new_drafter(max_num_seqs=2), [new_sequence(seed) for seed in range(3)]
     assert [drafter.admit(sequence) for sequence in sequences] == [True, True, False]
