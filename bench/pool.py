@@ -50,7 +50,7 @@ from cluster.speculation.speed import expected_tokens
 
 TARGET = "70B"
 DRAFTS = {"1B": "1B", "1B-int4": "1B:int4", "0.5B": "0.5B", "parallel-1B": "1B"}
-BESIDE = "beside"  # a card: the GPUs of the target itself
+OWN = "own"  # a card: the GPUs of the target itself
 FREE = "free"  # a draft whose steps take no time
 ANSWER_TOKENS = 256
 _ROWS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096)
@@ -72,7 +72,7 @@ def step_curve(
 @dataclass(frozen=True, slots=True)
 class Case:
     draft: str | None  # a key of DRAFTS; None: no speculation
-    card: str  # the draft's GPUs; BESIDE: the target's own, which draft and verify in turn
+    card: str  # the draft's GPUs; OWN: the target's own, which draft and verify in turn
     delay_ms: float  # there and back
     targets: int
     streams: int  # of each target
@@ -84,7 +84,7 @@ class Case:
 
     @property
     def draft_gpus(self) -> str:
-        return self.target_gpus if self.card == BESIDE else self.card
+        return self.target_gpus if self.card == OWN else self.card
 
     @property
     def target_curve(self) -> list[tuple[int, float]]:
@@ -125,7 +125,7 @@ class Case:
             Roofline(PlannedModel.parse(model), parse_gpus(gpus))
             for model, gpus in ((TARGET, self.target_gpus), (DRAFTS[self.draft], self.draft_gpus))
         )
-        hidden = RUN_AHEAD_HIDES / self.targets if self.card != BESIDE else 0.0
+        hidden = RUN_AHEAD_HIDES / self.targets if self.card != OWN else 0.0
         drafting = Drafting(draft, self.acceptance, self.delay_ms / 1e3, hidden, self.is_one_pass)
         load = ExpectedLoad(self.streams, self.prompt_tokens, ANSWER_TOKENS)
         plain, drafted = (plan(Option("", target, each), load) for each in (None, drafting))
@@ -152,7 +152,7 @@ class Case:
             settings["simulation.is_one_pass"] = str(self.is_one_pass).lower()
             if self.fixed_k is not None:
                 settings |= {"speculation.controller": "fixed", "speculation.num_speculative_tokens": self.fixed_k}
-            if self.card == BESIDE:
+            if self.card == OWN:
                 settings |= {"draft.placement": "in-process", "draft.in_process_threads": "shared"}
         return tuple(f"{key}={value}" for key, value in settings.items())
 
@@ -163,7 +163,7 @@ class Case:
     @property
     def dollars_per_hour(self) -> float:
         dollars = self.targets * parse_gpus(self.target_gpus).dollars_per_hour
-        has_own_card = self.draft is not None and self.card != BESIDE
+        has_own_card = self.draft is not None and self.card != OWN
         return dollars + (parse_gpus(self.card).dollars_per_hour if has_own_card else 0.0)
 
 
@@ -207,7 +207,7 @@ class Cell:
 
 
 def measure(case: Case, seconds: float) -> Cell:
-    one = replace(case, card=BESIDE, delay_ms=0.0, targets=1)
+    one = replace(case, card=OWN, delay_ms=0.0, targets=1)
     pool, beside, plain = (run(each, seconds) for each in (case, one, replace(one, draft=None, acceptance=0.0)))
     between, between_plain = (
         None if figures.per_output_token is None else 1e3 * figures.per_output_token.p99 for figures in (pool, plain)
