@@ -72,6 +72,7 @@ class DraftWorker:
         self._rest_seconds: float | None = None  # seconds until running ahead may resume; None: after the next request
         self._thread = threading.Thread(target=self._run, name="draft-worker", daemon=True)
         self.step_time = StepTime()
+        self.seconds_of = {"due": 0.0, "ahead": 0.0, "prompts": 0.0}  # time of steps by the work of their rows
         self.error: BaseException | None = None
 
     def start(self) -> None:
@@ -111,6 +112,9 @@ class DraftWorker:
             yield from self._tuning.readings()
         yield from self._spelling.readings()
         yield from self.step_time.readings("outrider_draft_step", "Steps of the drafter")
+        what = "Time of the drafter's steps, divided by their rows: due proposals, running ahead, prompts."
+        for work, seconds in self.seconds_of.items():
+            yield Reading("outrider_draft_seconds", what, seconds, is_counter=True, labels={"work": work})
         what = "Drafted tokens, by whether the target chose them; those of a sequence's last round count as wasted."
         for outcome, number in (("committed", self._num_kept_drafts), ("wasted", self._num_wasted_drafts)):
             yield Reading("outrider_draft_tokens", what, number, is_counter=True, labels={"outcome": outcome})
@@ -194,10 +198,20 @@ class DraftWorker:
             self._send(replies)
             return
         first_for = {entry.link for entry in batch if not entry.sequence.parents}
-        num_rows = sum([self._num_rows(entry, entry.sequence.to_extend or [entry.sequence.tip]) for entry in batch])
+        rows = [self._num_rows(entry, entry.sequence.to_extend or [entry.sequence.tip]) for entry in batch]
+        num_rows = sum(rows)
+        num_drafting = sum([number for entry, number in zip(batch, rows, strict=True) if entry.is_computed])
+        num_due = sum([self._num_rows(entry, entry.lacks or ()) for entry in batch if entry.is_computed])
         started_at = self._clock()
         stuck = self._drafter.draft([entry.sequence for entry in batch])
         seconds = self._clock() - started_at
+        num_step_rows = max(self._drafter.num_step_rows or num_rows, num_drafting)
+        for work, number in (
+            ("due", num_due),
+            ("ahead", num_drafting - num_due),
+            ("prompts", num_step_rows - num_drafting),
+        ):
+            self.seconds_of[work] += seconds * number / num_step_rows
         self._record_step(batch, num_rows, seconds, first_for)
         for entry in batch:
             entry.lacks = None

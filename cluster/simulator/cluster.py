@@ -90,6 +90,7 @@ class SimulatedCluster:
         num_drafts = _num_drafts(config) * (1 if is_shared else num_targets)
         self.recorder = Recorder(num_targets, num_drafts, span.warm_up, span.until, span.interval, programs.answer)
         drafts = [] if _drafts_in_turn(config) else [self._new_draft(index) for index in range(num_drafts)]
+        self._drafts = drafts
         self._targets: list[_Target] = []
         for index in range(num_targets):
             own = drafts if is_shared else drafts[index * _num_drafts(config) : (index + 1) * _num_drafts(config)]
@@ -115,7 +116,15 @@ class SimulatedCluster:
             return VirtualPool(time, config.placement.trial_share, drafts)
         drafted, overheads = partial(self.recorder.drafted, index), self._programs.draft
         limits = draft_limits(config)
-        drafter = RecordedDrafter(config.simulation, VOCAB_SIZE, limits, time, drafted=drafted, overheads=overheads)
+        drafter = RecordedDrafter(
+            config.simulation,
+            VOCAB_SIZE,
+            limits,
+            time,
+            config.draft.context_tokens,
+            drafted=drafted,
+            overheads=overheads,
+        )
         return InProcessPool(drafter, "simulated", config.speculation, keeper=time)
 
     def _new_target(self, index: int, num_blocks: int, drafts: Sequence[VirtualDraft]) -> _Target:
@@ -164,7 +173,8 @@ class SimulatedCluster:
             )
             for target in self._targets
         ]
-        return self.recorder.figures(self._now, targets, dollars_per_hour)
+        works = [draft.worker.seconds_of for draft in self._drafts]
+        return self.recorder.figures(self._now, targets, dollars_per_hour, works)
 
     @property
     def num_blocks_in_use(self) -> int:

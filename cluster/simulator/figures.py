@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -45,6 +45,7 @@ class WorkerFigures:
     tokens_per_second: float = 0.0  # throughput of a target
     wait_share: float = 0.0  # share of the time that a target waited for proposals
     mean_batch: float = 0.0  # sequences in a draft worker's step
+    draft_shares: Mapping[str, float] = field(default_factory=dict)  # of a draft worker's steps, by work
     kv_used: float = 0.0  # highest share of a target's blocks
     num_preemptions: int = 0
 
@@ -179,8 +180,17 @@ class Recorder:
         """Returns the seconds between the warm-up and the end of the run."""
         return max(min(self._until, ended_at) - self._warm_up, 1e-9)
 
-    def figures(self, ended_at: float, targets: Sequence[WorkerFigures], dollars_per_hour: float | None) -> Figures:
-        """Returns the figures. `targets` report the use of KV blocks and the preemptions."""
+    def figures(
+        self,
+        ended_at: float,
+        targets: Sequence[WorkerFigures],
+        dollars_per_hour: float | None,
+        works: Sequence[Mapping[str, float]] = (),
+    ) -> Figures:
+        """Returns the figures. `targets` report the use of KV blocks and the preemptions.
+
+        `works`: seconds of each draft worker's steps by work, in the whole run.
+        """
         seconds = self.seconds(ended_at)
         arrived, first, finished = (np.array(times) for times in (self.arrived_at, self.first_at, self.finished_at))
         answers = np.array(self.answer_tokens)
@@ -225,8 +235,11 @@ class Recorder:
                     f"draft {index}",
                     drafting.seconds / seconds,
                     mean_batch=drafting.num_sequences / max(drafting.num_steps, 1),
+                    draft_shares={work: spent / max(sum(own.values()), 1e-9) for work, spent in own.items()},
                 )
-                for index, drafting in enumerate(self._drafting)
+                for index, (drafting, own) in enumerate(
+                    zip(self._drafting, works or [{}] * len(self._drafting), strict=True)
+                )
             ],
             intervals=[self._interval_of(number, sums, ended_at) for number, sums in sorted(self._sums.items())],
             dollars_per_hour=dollars_per_hour,

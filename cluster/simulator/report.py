@@ -28,7 +28,13 @@ def table(figures: Figures) -> str:
     ]
     if own.drafts:
         batch = fmean(draft.mean_batch for draft in own.drafts)
-        lines.append(f"draft workers       {_of(own.drafts)}, {batch:.1f} sequences a step")
+        shares = ", ".join(
+            f"{work} {fmean(draft.draft_shares.get(work, 0.0) for draft in own.drafts):.0%}"
+            for work in own.drafts[0].draft_shares
+        )
+        lines.append(
+            f"draft workers       {_of(own.drafts)}, {batch:.1f} sequences a step" + (shares and f" ({shares})")
+        )
     if own.dollars_per_million_tokens is not None:
         lines.append(
             f"cost                {own.dollars_per_hour:.2f} $/h, {own.dollars_per_million_tokens:.2f} $/M tokens"

@@ -388,9 +388,9 @@ POOLS = Dashboard(
                 Panel("Sequences", "Drafted for.", "none", (Query("outrider_draft_sequences{$J}", "{{instance}}"),)),
                 Panel(
                     "Busy",
-                    "Share of the time in steps.",
+                    "Share of the time in steps, by the work of their rows: due proposals, running ahead, prompts.",
                     "percentunit",
-                    (Query(_rate("outrider_draft_step_seconds_total", "instance"), "{{instance}}"),),
+                    (Query(_rate("outrider_draft_seconds_total", "instance, work"), "{{instance}} {{work}}"),),
                 ),
                 Panel(
                     "Step time",
