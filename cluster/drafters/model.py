@@ -56,7 +56,8 @@ class ModelDrafter(Drafter):
     returns the sequences that cannot grow.
 
     With `context_tokens`, the model reads only the first `NUM_SINKS` and the last `context_tokens` tokens of a longer
-    sequence when it is admitted, and all tokens that follow. Noise and penalties remain those of the whole sequence.
+    sequence when it is admitted, and all tokens that follow. When these fill the model's context, it begins again with
+    the first and last tokens. Noise and penalties remain those of the whole sequence.
     """
 
     def __init__(
@@ -105,6 +106,8 @@ class ModelDrafter(Drafter):
         return self._runner.blocks.readings()
 
     def admit(self, sequence: DraftSequence) -> bool:
+        if len(self._caches) >= self._limits.max_num_seqs:
+            return False
         return self._allocate(sequence, sequence.token_ids, len(sequence.token_ids))
 
     def draft(self, sequences: Sequence[DraftSequence]) -> list[DraftSequence]:
@@ -146,6 +149,12 @@ class ModelDrafter(Drafter):
 
     def rewind(self, sequence: DraftSequence, kept: Sequence[int]) -> None:
         cache = self._caches[sequence]
+        if self._context_tokens is not None and sequence.room(self.max_model_len) <= 0:
+            sequence.drop_drafts()
+            if self._allocate(sequence, sequence.token_ids, sequence.num_committed):
+                self._runner.blocks.free(cache.block_table)
+                return
+            kept = ()
         if not kept:
             cache.computed_nodes.clear()
             return
@@ -166,8 +175,6 @@ class ModelDrafter(Drafter):
 
         Shares blocks only of the first `num_certain` tokens.
         """
-        if len(self._caches) >= self._limits.max_num_seqs:
-            return False
         root = self._root(sequence)
         for tokens in self._read_tokens(token_ids, num_certain, root):
             if len(tokens) >= self.max_model_len:

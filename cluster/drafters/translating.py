@@ -64,6 +64,8 @@ class TranslatingDrafter(ModelDrafter):
         self._owns: dict[DraftSequence, _Own] = {}
 
     def admit(self, sequence: DraftSequence) -> bool:
+        if len(self._caches) >= self._limits.max_num_seqs:
+            return False
         own = _Own(DraftText(self._translation), sequence.num_committed)
         own.text.append(sequence.token_ids)
         own.token_ids = [*own.text.token_ids]

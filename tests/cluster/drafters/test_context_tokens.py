@@ -38,7 +38,7 @@ def new_drafter(new_runner: Callable[..., ModelRunner]) -> NewDrafter:
     def make(
         context_tokens: int | None = None, form: str = "chain", max_model_len: int = 256, num_blocks: int = 96
     ) -> ModelDrafter:
-        runner, limits = new_runner(BLOCK_SIZE, num_blocks), StepLimits(max_model_len, 8, 16)
+        runner, limits = new_runner(BLOCK_SIZE, num_blocks), StepLimits(max_model_len, 8, 24)
         if form == "parallel":
             return ParallelDrafter(runner, limits, MASK, context_tokens=context_tokens)
         return ModelDrafter(runner, limits, context_tokens=context_tokens)
@@ -124,9 +124,34 @@ class TestLongSequences:
         assert not new_drafter(None, form, max_model_len).admit(new_sequence(form=form))
         drafter, sequence = new_drafter(FEW, form, max_model_len), new_sequence(form=form)
         assert drafter.admit(sequence)
-        while token_ids := draft(drafter, sequence)[0]:
-            advance(drafter, sequence, [token_ids[0]])
-        assert sequence.num_committed - NUM_TOKENS == max_model_len - NUM_READ
+        token_ids, _ = draft(drafter, sequence)
+        assert token_ids
+
+    @pytest.mark.parametrize("num_others", [0, 1, 2])
+    def test_when_its_context_is_full_the_model_begins_again(
+        self, num_others: int, form: str, new_drafter: NewDrafter
+    ) -> None:
+        """If no blocks are free for that, there are no drafts until there are."""
+        max_model_len = 32
+        drafter, sequence = new_drafter(FEW, form, max_model_len), new_sequence(form=form)
+        assert drafter.admit(sequence)
+        while sequence.room(max_model_len) > 1:
+            advance(drafter, sequence, draft(drafter, sequence)[0][:1])
+        draft(drafter, sequence)
+        blocks = drafter._runner.blocks
+        others = blocks.allocate(blocks.num_available_blocks) if num_others else None
+        advance(drafter, sequence, [5] * num_others or [5])
+        if others is not None:
+            assert draft(drafter, sequence) == ([], [])
+            blocks.free(others)
+            advance(drafter, sequence, [6])
+        assert sequence.num_skipped == sequence.num_committed - NUM_READ
+        fresh_drafter, fresh = new_drafter(FEW, form, max_model_len), new_sequence(sequence.token_ids, form)
+        assert fresh_drafter.admit(fresh)
+        proposal = draft(fresh_drafter, fresh)
+        assert draft(drafter, sequence) == proposal != ([], [])
+        drafter.release(sequence)
+        assert drafter.num_used_blocks == 0
 
     def test_a_prompt_takes_the_blocks_of_what_is_read(self, new_drafter: NewDrafter) -> None:
         drafter, sequence = new_drafter(FEW), new_sequence()
