@@ -84,9 +84,19 @@ def _first_tokens(cells: Sequence[Mapping[str, Any]]) -> str:
     return f"{p50:.0f}/{p99:.0f}" + (f" ({hits:.2f})" if hits else "")
 
 
+def neighbours(results: Results) -> str:
+    one, four = (results.read(file)["cells"] for file in ("neighbours.json", "neighbours-4-keys.json"))
+    rows = [
+        [own["neighbour"], *(f"{cell['first_p50']:.0f}/{cell['first_p99']:.0f}" for cell in (own, other))]
+        for own, other in zip(one, four, strict=True)
+    ]
+    return markdown(["neighbour", "one key, 30 %", "four keys, 70 %"], rows)
+
+
 TABLES: dict[str, Callable[[Results], str]] = {
     "faults": faults,
     "pauses": pauses,
     "streams": streams,
     "affinity": affinity,
+    "neighbours": neighbours,
 }
