@@ -288,6 +288,7 @@ def _connect(scheduler: Any, device: Device, case: Case) -> None:
         None,
         [
             *SIMULATED,
+            "draft.max_prefill_ms=null",  # prompts of 128 tokens are computed whole
             f"simulation.draft_step_ms={[list(point) for point in case.draft_curve]}",
             f"simulation.acceptance={case.acceptance}",
             f"draft.max_num_seqs={2 * case.streams}",

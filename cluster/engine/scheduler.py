@@ -237,12 +237,14 @@ class Scheduler(Generic[SequenceT]):
         An owner's first tokens are in the first turn, and each further turn has as many as all before it. So neither
         long prompts nor many of one owner make a short one of another owner wait.
         """
-        turns: defaultdict[tuple[int, int, int], list[SequenceT]] = defaultdict(list)
+        turn_of: dict[SequenceT, int] = {}
         num_before: Counter[bytes] = Counter()
         for sequence in sorted(prefilling, key=attrgetter("priority")):
-            turn = (num_before[sequence.owner] // _TURN_TOKENS).bit_length() if sequence.owner else 0
-            turns[self.waiting.urgency(sequence), turn, sequence.priority].append(sequence)
+            turn_of[sequence] = (num_before[sequence.owner] // _TURN_TOKENS).bit_length() if sequence.owner else 0
             num_before[sequence.owner] += sequence.num_tokens - sequence.num_computed_tokens
+        turns: defaultdict[tuple[int, int], list[SequenceT]] = defaultdict(list)
+        for sequence in prefilling:
+            turns[self.waiting.urgency(sequence), turn_of[sequence]].append(sequence)
         yield from (turns[key] for key in sorted(turns))
 
     def _longest_chunk(self, sequence: Sequence) -> int:

@@ -442,6 +442,14 @@ class TestOwners:
         assert admitted.owner == b"a"
         assert list(scheduler.waiting) == [late]
 
+    def test_a_low_priority_takes_no_step_from_another_owner(self) -> None:
+        scheduler = new_scheduler(2000, 8, 512)
+        for sequence in (of_owner("a", 5000, priority=-(2**31)), of_owner("b", 20)):
+            scheduler.add(sequence)
+        scheduler.admit()
+        step = scheduler.schedule(no_drafts)
+        assert [(s.sequence.owner, s.num_new_tokens) for s in step] == [(b"a", 492), (b"b", 20)]
+
     def test_many_prompts_of_one_owner_come_after_anothers(self) -> None:
         scheduler = new_scheduler(2000, 8, 1300)
         for sequence in (*(of_owner("a", 1100) for _ in range(3)), of_owner("b", 150)):
