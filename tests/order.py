@@ -18,6 +18,7 @@ _TOGETHER: dict[str, tuple[float, tuple[str, ...]]] = {
             "vllm/test_exactness.py",
             "vllm/test_load_generator.py",
             "vllm/test_observation.py",
+            "vllm/test_owners.py",
             "vllm/test_shaped_answers.py",
             "vllm/test_tracing.py",
             "vllm/test_wrong_drafts.py",
