@@ -84,13 +84,14 @@ class FairQueue(Generic[T]):
         """Returns the sequence that starts next."""
         return self._first(running).sequence
 
-    def pop(self, running: Sequence[T]) -> T:
-        entry = self._first(running)
-        queue = self._queues[entry.owner]
+    def take(self, first: T) -> None:
+        """Removes `first`, the result of `first`."""
+        owner = self._owner_of(first)
+        queue = self._queues[owner]
+        assert queue[0].sequence is first
         queue.pop(0)
         if not queue:
-            del self._queues[entry.owner]
-        return entry.sequence
+            del self._queues[owner]
 
     def in_order(self, running: Sequence[T]) -> Iterator[T]:
         """Yields the sequences in the order in which they would start if none ended. Thread-safe."""

@@ -139,7 +139,8 @@ class Scheduler(Generic[SequenceT]):
         preempted: list[SequenceT] = []  # a step that has not ended may still have a part of them
         while self.waiting and (sequence := self.waiting.first(self.running)) not in preempted:
             if self._allocate(sequence):
-                bisect.insort_right(self.running, self.waiting.pop(self.running), key=self.waiting.urgency)
+                self.waiting.take(sequence)
+                bisect.insort_right(self.running, sequence, key=self.waiting.urgency)
                 admitted.append(sequence)
             elif (yielding := self.waiting.who_yields(self.running)) is not None:
                 self._preempt(yielding)

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from cluster.wire.replies import EPOCH_KEY
 from protos.speculation.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc, types_pb2
@@ -461,7 +462,7 @@ class _Calls:
         """Returns whether only victims get something plausible from `data`: flipped bits may name another call."""
         try:
             reply = target_pb2.GenerateReplies.FromString(data)
-        except Exception:
+        except DecodeError:
             return True  # nobody can read it
         named = {*reply.calls, *reply.finished, *(error.call for error in reply.errors)}
         return all(call in self._ended or call in self.victims or call >= 2**32 for call in named)

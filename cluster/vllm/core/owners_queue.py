@@ -37,7 +37,9 @@ class OwnersQueue(RequestQueue):
         return self.fair.first(self._running())
 
     def pop_request(self) -> Request:
-        return self.fair.pop(self._running())
+        request = self.peek_request()
+        self.fair.take(request)
+        return request
 
     def remove_request(self, request: Request) -> None:
         self.fair.remove((request,))

@@ -196,13 +196,13 @@ def _open_below(top: Path, path: Path) -> BinaryIO:
             parent, folder = folder, os.open(part, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
             os.close(parent)
         # Not blocking, because opening a FIFO would wait for its writer.
-        file = os.fdopen(os.open(place.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder), "rb")
+        file = os.open(place.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     finally:
         os.close(folder)
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
         raise OSError(errno.EINVAL, "not a regular file")
-    return file
+    return os.fdopen(file, "rb")
 
 
 def copy_adapter(files: Sequence[BinaryIO], folder: Path, max_bytes: int) -> str:

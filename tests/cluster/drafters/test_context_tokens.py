@@ -161,6 +161,17 @@ class TestLongSequences:
         assert new_drafter().max_tokens_read is None
 
 
+def cache_conversation(drafter: ModelDrafter) -> None:
+    """Has the drafter's prefix cache keep the first 48 tokens, of a prompt of few tokens and an answer."""
+    first = new_sequence(PROMPT[:NUM_READ])
+    assert drafter.admit(first)
+    for token_id in PROMPT[NUM_READ:48]:
+        draft(drafter, first)
+        advance(drafter, first, [token_id])
+    draft(drafter, first)
+    drafter.release(first)
+
+
 class TestPrefixCache:
     def test_sequences_with_the_same_read_tokens_share_blocks(self, new_drafter: NewDrafter) -> None:
         drafter, first = new_drafter(FEW), new_sequence()
@@ -181,13 +192,8 @@ class TestPrefixCache:
     @pytest.mark.parametrize(("num_news", "is_whole"), [(FEW, True), (FEW + BLOCK_SIZE, False)])
     def test_a_cached_prompt_is_read_whole(self, num_news: int, is_whole: bool, new_drafter: NewDrafter) -> None:
         """A conversation began with few tokens and grew: a later turn computes its new tokens only."""
-        drafter, first = new_drafter(FEW), new_sequence(PROMPT[:NUM_READ])
-        assert drafter.admit(first)
-        for token_id in PROMPT[NUM_READ:48]:
-            draft(drafter, first)
-            advance(drafter, first, [token_id])
-        draft(drafter, first)
-        drafter.release(first)
+        drafter = new_drafter(FEW)
+        cache_conversation(drafter)
         turn = new_sequence([*PROMPT[:48], *range(1, 1 + num_news)])
         assert drafter.admit(turn)
         assert (turn.num_skipped == 0) is is_whole
@@ -196,13 +202,8 @@ class TestPrefixCache:
         assert draft(drafter, turn) == draft(whole_drafter, whole)
 
     def test_without_room_for_a_cached_prompt_it_is_not_read_whole(self, new_drafter: NewDrafter) -> None:
-        drafter, first = new_drafter(FEW, num_blocks=16), new_sequence(PROMPT[:NUM_READ])
-        assert drafter.admit(first)
-        for token_id in PROMPT[NUM_READ:48]:
-            draft(drafter, first)
-            advance(drafter, first, [token_id])
-        draft(drafter, first)
-        drafter.release(first)
+        drafter = new_drafter(FEW, num_blocks=16)
+        cache_conversation(drafter)
         kept = drafter._runner.blocks.allocate(2)
         turn = new_sequence(PROMPT[:56])
         assert drafter.admit(turn)
