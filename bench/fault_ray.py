@@ -13,13 +13,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import ray
 import yaml
 from ray import serve
+from ray._private import services
 from ray.cluster_utils import Cluster
 
 from bench.fault_load import Answers, Question, Row, print_head, print_row, row_of, under_load
@@ -34,6 +37,7 @@ from services.launch.ray.registry_actor import end_registry, find_view
 from services.launch.ray.scaling import scale
 
 READY_SECONDS = 600.0
+_NODE_SECONDS = 120.0
 _POLL_SECONDS = 0.1
 _MEMORY = 80 * 2**20  # of a node's object store, the least that Ray takes: nothing goes through it
 _DRAIN_DEADLINE_SECONDS = 60
@@ -53,6 +57,25 @@ PLACED = (
     "ray.draft.resources={A10G: 1}",
     "ray.draft.max_replicas=3",
 )
+
+
+@contextmanager
+def _patience() -> Iterator[None]:
+    """Waits longer than Ray for a node that starts: Ray's 30 s were too short while tests shared the processors."""
+    find = services.get_node
+    deadline = time.monotonic() + _NODE_SECONDS
+
+    def find_patiently(*args: Any) -> Any:
+        while True:
+            try:
+                return find(*args)
+            except RuntimeError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(_POLL_SECONDS)
+
+    with mock.patch.object(services, "get_node", find_patiently):
+        yield
 
 
 class RayNodes:
@@ -93,12 +116,13 @@ class RayNodes:
 
     def add(self, kind: str, zone: str) -> str:
         """Returns the new node's host, by which workers on it are listed: the node's ID."""
-        node = self._cluster.add_node(
-            num_cpus=0,
-            resources={kind: 1 if kind == "A100" else 2},
-            labels={"ray.io/availability-zone": zone},
-            object_store_memory=_MEMORY,
-        )
+        with _patience():
+            node = self._cluster.add_node(
+                num_cpus=0,
+                resources={kind: 1 if kind == "A100" else 2},
+                labels={"ray.io/availability-zone": zone},
+                object_store_memory=_MEMORY,
+            )
         self._nodes[node.node_id] = node
         self.kinds[node.node_id] = kind
         return str(node.node_id)
