@@ -37,6 +37,7 @@ from bench.in_process import SIMULATED
 from bench.result import write_cells
 from cluster.config import Config
 from cluster.config.file import load_config
+from cluster.drafters.read_tokens import NUM_SINKS
 from cluster.engine.memory_plan import PlannedModel
 from cluster.planning.hardware import parse_gpus
 from cluster.planning.prediction import ExpectedLoad, Option, plan
@@ -95,7 +96,10 @@ class Case:
         assert self.draft is not None
         if self.draft == FREE:
             return [(1, 0.0)]
-        return step_curve(DRAFTS[self.draft], self.draft_gpus, self.streams, self.prompt_tokens)
+        num_read = self.prompt_tokens
+        if self.context_tokens is not None:
+            num_read = min(num_read, NUM_SINKS + self.context_tokens)
+        return step_curve(DRAFTS[self.draft], self.draft_gpus, self.streams, num_read)
 
     @property
     def is_one_pass(self) -> bool:
