@@ -20,9 +20,10 @@ Block tables are arrays of int64, which a step copies without converting each nu
 from __future__ import annotations
 
 import hashlib
+import itertools
 from array import array
-from collections import OrderedDict
-from collections.abc import Iterator, MutableSequence, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, MutableSequence, Sequence
 
 from cluster.telemetry.metrics import Reading
 
@@ -64,6 +65,16 @@ class BlockManager:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def num_available_for(self, prefix: Sequence[int], without: Iterable[Sequence[int]] = ()) -> int:
+        """Returns the number of blocks that a new table which begins with the blocks `prefix` can have.
+
+        `without`: block tables that would be given back before.
+        """
+        num_less = Counter(itertools.chain.from_iterable(without))
+        num_given_back = sum(self._num_owners[block] == number for block, number in num_less.items())
+        num_shared = sum(self._num_owners[block] > num_less[block] for block in prefix)
+        return self.num_available_blocks + num_given_back + num_shared
+
     def allocate(self, num_blocks: int) -> array[int] | None:
         """Returns a block table of `num_blocks` blocks. Returns None and changes nothing if fewer are available."""
         if num_blocks > self.num_available_blocks:
@@ -87,16 +98,15 @@ class BlockManager:
         """
         if self.num_available_blocks <= reserve:  # the last token takes a block, so the prefix does not matter
             return None
-        block_table = self._cached_prefix(token_ids, root) if uses_cache else array("q")
+        block_table = self.cached_prefix(token_ids, root) if uses_cache else array("q")
         num_shared = len(block_table)
-        num_missing = self.num_blocks_for(num_tokens) - num_shared
-        num_without_owner = sum(self._num_owners[block] == 0 for block in block_table)
-        if num_missing + num_without_owner + reserve > self.num_available_blocks:
+        num_blocks = self.num_blocks_for(num_tokens)
+        if num_blocks + reserve > self.num_available_for(block_table):
             return None
         for block in block_table:
             self._cached.pop(block, None)
             self._num_owners[block] += 1
-        block_table.extend(self._take() for _ in range(num_missing))
+        block_table.extend(self._take() for _ in range(num_blocks - num_shared))
         self.num_queried_tokens += len(token_ids)
         self.num_hit_tokens += num_shared * self.block_size
         return block_table, num_shared * self.block_size
@@ -154,9 +164,21 @@ class BlockManager:
             hash_of[block] = parent
             self._block_of.setdefault(parent, block)
 
+    def cached_prefix(self, token_ids: Sequence[int], root: bytes | None = None) -> array[int]:
+        """Returns the blocks of the longest cached prefix that leaves at least one token."""
+        block_table = array("q")
+        parent = root
+        for end in range(self.block_size, len(token_ids), self.block_size):
+            parent = _hash(parent, token_ids[end - self.block_size : end])
+            block = self._block_of.get(parent)
+            if block is None:
+                break
+            block_table.append(block)
+        return block_table
+
     def num_cached_tokens(self, token_ids: Sequence[int], root: bytes | None = None) -> int:
         """Returns the number of tokens whose KV `allocate_for` would find in the prefix cache."""
-        return len(self._cached_prefix(token_ids, root)) * self.block_size
+        return len(self.cached_prefix(token_ids, root)) * self.block_size
 
     def readings(self) -> Iterator[Reading]:
         """Returns the metrics of the KV cache."""
@@ -168,18 +190,6 @@ class BlockManager:
             ("hits", "Tokens of admitted sequences whose KV was in the prefix cache.", self.num_hit_tokens),
         ):
             yield Reading(f"vllm:prefix_cache_{name}", documentation, value, is_counter=True)
-
-    def _cached_prefix(self, token_ids: Sequence[int], root: bytes | None = None) -> array[int]:
-        """Returns the blocks of the longest cached prefix that leaves at least one token."""
-        block_table = array("q")
-        parent = root
-        for end in range(self.block_size, len(token_ids), self.block_size):
-            parent = _hash(parent, token_ids[end - self.block_size : end])
-            block = self._block_of.get(parent)
-            if block is None:
-                break
-            block_table.append(block)
-        return block_table
 
     def _take(self) -> int:
         """Returns a block for a new owner; its contents are no longer cached."""

@@ -23,6 +23,9 @@ class Waiting(Protocol):
     @property
     def num_tokens(self) -> int: ...
 
+    @property
+    def num_preemptions(self) -> int: ...
+
 
 T = TypeVar("T", bound=Waiting)
 
@@ -109,37 +112,60 @@ class FairQueue(Generic[T]):
             else:
                 heapq.heapreplace(heads, (order(following), following, queue))
 
-    def who_yields(self, running: Sequence[T]) -> T | None:
-        """Returns the running sequence that gives its room to the first one that waits; None: none does.
+    def who_yield(self, running: Sequence[T], is_enough: Callable[[Sequence[T]], bool]) -> Sequence[T]:
+        """Returns the running sequences that give their room to the first one that waits: as many as are enough.
 
-        The owner that yields keeps at least as much as the other one then has. The present share of the other one
-        counts twice for this, so that equal owners do not take places from each other in turn.
+        Returns none if those that may yield are not enough. An owner that yields keeps at least as much as the other
+        one then has. The present share of the other one counts twice for this, so that equal owners do not take places
+        from each other in turn. Of an owner's sequences those yield first that have been preempted least.
         """
         if not self._queues:
-            return None
+            return ()
         first = self._first(running)
         others = [
             sequence
             for sequence in running
             if self._owner_of(sequence) != first.owner and self.urgency(sequence) >= self.urgency(first.sequence)
         ]
-        if not others:
-            return None
-        yielding, shares = self.last(others), self._shares(running)
-        kept = shares[self._owner_of(yielding)] - self._share(yielding)
-        return yielding if kept >= 2 * shares[first.owner] + self._share(first.sequence) else None
+        if not others:  # the usual case
+            return ()
+        shares, yielding = self._shares(running), list[T]()
+        least_kept = 2 * shares[first.owner] + self._share(first.sequence)
+        for sequence in self._from_last(others, lambda sequence: -sequence.num_preemptions):
+            owner = self._owner_of(sequence)
+            kept = shares[owner] - self._share(sequence)
+            if kept >= least_kept:
+                shares[owner] = kept
+                yielding.append(sequence)
+                if is_enough(yielding):
+                    return yielding
+        return ()
 
-    def last(self, running: Sequence[T]) -> T:
-        """Returns which of `running` is preempted first: among the least urgent, one of the owner with most of these.
+    def from_last(self, running: Sequence[T]) -> Iterator[T]:
+        """Yields `running` in the order in which they are preempted if there is no room for all of them to grow.
 
-        Of this owner's sequences it is the one of the lowest priority, and the last one of them.
+        The least urgent come first, and among these those of the owner who then has most; of an owner's sequences
+        those of the lowest priority, and among these the last one.
         """
-        least = max(map(self.urgency, running))
-        candidates = [sequence for sequence in running if self.urgency(sequence) == least]
-        shares = self._shares(candidates)
-        owner = max(shares, key=shares.__getitem__)
-        own = [sequence for sequence in candidates if self._owner_of(sequence) == owner]
-        return max(reversed(own), key=lambda sequence: sequence.priority)
+        return self._from_last(running, lambda _: 0)
+
+    def _from_last(self, running: Sequence[T], preference: Callable[[T], int]) -> Iterator[T]:
+        """`preference`: order of sequences of one owner and priority, the highest value first."""
+        own: defaultdict[tuple[int, bytes], list[tuple[int, int, int]]] = defaultdict(list)
+        shares: defaultdict[tuple[int, bytes], float] = defaultdict(float)
+        for index, sequence in enumerate(running):
+            group = self.urgency(sequence), self._owner_of(sequence)
+            own[group].append((sequence.priority, preference(sequence), index))
+            shares[group] += self._share(sequence)
+        for of_group in own.values():
+            of_group.sort()
+        while own:
+            group = max(own, key=lambda group: (group[0], shares[group]))
+            *_, index = own[group].pop()
+            shares[group] -= self._share(running[index])
+            if not own[group]:
+                del own[group]
+            yield running[index]
 
     def urgency(self, sequence: T) -> int:
         """Returns the order of `sequence` among all owners', the lowest value first."""

@@ -7,6 +7,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from operator import attrgetter
 from typing import Generic, TypeVar
 
@@ -142,12 +143,29 @@ class Scheduler(Generic[SequenceT]):
                 self.waiting.take(sequence)
                 bisect.insort_right(self.running, sequence, key=self.waiting.urgency)
                 admitted.append(sequence)
-            elif (yielding := self.waiting.who_yields(self.running)) is not None:
-                self._preempt(yielding)
-                preempted.append(yielding)
+            elif yielding := self.waiting.who_yield(self.running, self._is_enough_for(sequence)):
+                for other in yielding:
+                    self._preempt(other)
+                preempted += yielding
             else:
                 break
         return [sequence for sequence in admitted if sequence not in preempted]
+
+    def _is_enough_for(self, sequence: SequenceT) -> Callable[[Collection[SequenceT]], bool]:
+        """Returns the function that says whether there is room for `sequence` without some of those that run."""
+        num_blocks, tokens = self._blocks.num_blocks_for(len(sequence.token_ids)), sequence.token_ids
+        prefix = cache(lambda: () if sequence.is_scoring else self._blocks.cached_prefix(tokens, sequence.cache_root))
+
+        def is_enough(yielding: Collection[SequenceT]) -> bool:
+            num_running = len(self.running) - len(yielding)
+            num_available = self._blocks.num_available_for(prefix(), [s.block_table for s in yielding])
+            return num_running < self._limits.max_num_seqs and num_blocks + self._reserve(num_running) <= num_available
+
+        return is_enough
+
+    def _reserve(self, num_running: int) -> int:
+        """Blocks that admission leaves free. A sequence that runs alone may use the whole cache."""
+        return self._watermark if num_running else 0
 
     def _allocate(self, sequence: SequenceT) -> bool:
         """Gives `sequence` its blocks. Returns False if there is no place or there are too few blocks."""
@@ -156,7 +174,7 @@ class Scheduler(Generic[SequenceT]):
         allocated = self._blocks.allocate_for(
             sequence.token_ids,
             len(sequence.token_ids),
-            reserve=self._watermark if self.running else 0,  # a sequence that runs alone may use the whole cache
+            reserve=self._reserve(len(self.running)),
             root=sequence.cache_root,
             uses_cache=not sequence.is_scoring,  # cached tokens have no logits
         )
@@ -269,7 +287,7 @@ class Scheduler(Generic[SequenceT]):
                 for other in self.running:
                     self._blocks.shrink(other.block_table, other.num_tokens)
             else:
-                last = self.waiting.last(self.running)
+                last = next(self.waiting.from_last(self.running))
                 index -= self.running.index(last) < index
                 self._preempt(last)
         return not is_short

@@ -185,7 +185,7 @@ def ports_called(documents: list[dict[str, Any]], name: str) -> list[tuple[list[
 
 
 def test_pods_call_their_workers_and_what_is_allowed_and_nothing_else() -> None:
-    always: list[tuple[list[Any], Any]] = [([53, 53], None), ([443], None)]
+    always: list[tuple[list[Any], Any]] = [([53, 53, 5353, 5353], None), ([443], None)]
     documents = render({})
     assert ports_called(documents, "demo-router") == [*always, ([7000], "target")]
     assert ports_called(documents, "demo-target") == [*always, ([7001], "draft")]
@@ -203,7 +203,7 @@ def test_pods_call_their_workers_and_what_is_allowed_and_nothing_else() -> None:
 )
 def test_spans_reach_their_collector(endpoint: str, port: int) -> None:
     values = {"config": {"tracing": {"endpoint": endpoint}}, "networkPolicy": {"egress": []}}
-    assert ports_called(render(values), "demo-draft") == [([53, 53], None), ([port], None)]
+    assert ports_called(render(values), "demo-draft") == [([53, 53, 5353, 5353], None), ([port], None)]
 
 
 def test_an_image_may_be_named_by_its_digest() -> None:

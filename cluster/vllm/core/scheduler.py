@@ -104,6 +104,7 @@ class RoundScheduler(Scheduler):
         self.num_hit_tokens = 0  # tokens of admitted requests that were in the prefix cache
         self.pace = PromptPace(None, self.max_num_scheduled_tokens)
         self._scheduled_at = 0.0
+        self._held_back: list[Request] = []  # running requests that vLLM does not see while it schedules
         self._leaves_prompts = False  # `EngineStep.left_prompts` of the step being scheduled
 
     def load(self) -> TargetLoad:
@@ -126,6 +127,7 @@ class RoundScheduler(Scheduler):
     def _schedule(self, held_back: set[str], throttle_prefills: bool) -> SchedulerOutput:
         running: list[Request] = self.running
         if held_back:
+            self._held_back = [request for request in running if request.request_id in held_back]
             self.running = [request for request in running if request.request_id not in held_back]
             self.max_num_running_reqs -= len(held_back)
             self.max_num_active_reqs -= len(held_back)
@@ -140,6 +142,7 @@ class RoundScheduler(Scheduler):
                 self.max_num_running_reqs += len(held_back)
                 self.max_num_active_reqs += len(held_back)
                 self.running = _with_held_back(running, held_back, self.running)
+                self._held_back = []
                 self.lora_config = self.vllm_config.lora_config
         self._leaves_prompts = self._left_prompts(output.total_num_scheduled_tokens)
         self.num_preemptions += len(output.preempted_req_ids or ())
@@ -251,6 +254,17 @@ class RoundScheduler(Scheduler):
         decoding = [request for request in self.running if not request.is_prefill_chunk]
         return decoding, [request for request in self.running if request.is_prefill_chunk]
 
+    def all_running(self) -> list[Request]:
+        """Returns the running requests, also while vLLM schedules and does not see all of them."""
+        return [*self.running, *self._held_back]
+
+    @property
+    def may_lack_blocks(self) -> bool:
+        """Whether a step of the largest size could lack blocks, so that vLLM would preempt requests."""
+        num_blocks: int = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        most: int = len(self.running) + self.max_num_scheduled_tokens // self.block_size
+        return num_blocks <= most
+
     @contextmanager
     def _prompts_in_turn(self, held_back: set[str]) -> Iterator[set[str]]:
         """Limits the prompt tokens of vLLM's step to the budget of `pace`. The limits are restored on exit.
@@ -274,8 +288,7 @@ class RoundScheduler(Scheduler):
             [PromptPart(length, furthest) for length in lengths], max(0, budget - num_rows), seconds
         )
         # vLLM may preempt the youngest scheduled request, so if blocks could run short, the step must include all.
-        num_blocks = self.kv_cache_manager.block_pool.get_num_free_blocks()
-        if num_blocks > len(self.running) + budget // self.block_size:
+        if not self.may_lack_blocks:
             # vLLM serves running requests before waiting ones, so a partly computed prompt would also get their shares.
             least = [length if any(shares[len(prompts) :]) else 1 for length in lengths]
             held_back = held_back | {
@@ -310,8 +323,8 @@ class RoundScheduler(Scheduler):
         """
         if self.vllm_config.lora_config is None:
             return None
-        seen = {_adapter(request) for request in running if request.request_id not in held_back}
-        hidden = {_adapter(request) for request in running} - seen - {None}
+        seen = {adapter_of(request) for request in running if request.request_id not in held_back}
+        hidden = {adapter_of(request) for request in running} - seen - {None}
         limited: LoRAConfig = copy.copy(self.vllm_config.lora_config)
         limited.max_loras -= len(hidden)
         return limited
@@ -350,7 +363,7 @@ class RoundScheduler(Scheduler):
         return num_useful_drafts(self.max_drafts, int(num_tokens), max_len)
 
 
-def _adapter(request: Request) -> int | None:
+def adapter_of(request: Request) -> int | None:
     return None if request.lora_request is None else request.lora_request.lora_int_id
 
 

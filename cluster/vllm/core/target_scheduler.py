@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from vllm.v1.engine import FinishReason as VllmFinishReason
@@ -33,7 +35,7 @@ from cluster.vllm.core.device_rounds import DeviceRounds
 from cluster.vllm.core.owners_queue import OwnersQueue
 from cluster.vllm.core.pool_scheduler import PoolScheduler
 from cluster.vllm.core.profiling import ProfilingRounds
-from cluster.vllm.core.scheduler import EngineStep
+from cluster.vllm.core.scheduler import EngineStep, adapter_of
 from cluster.vllm.core.scheduler_rounds import CoordinatedRounds
 from cluster.vllm.coupling import Coupling, extra_args_of
 
@@ -75,7 +77,7 @@ class CoordinatedScheduler(PoolScheduler):
         config, speculation = settings.config, settings.config.speculation
         setup_logging(f"{log_name('target')} engine", config.logging.level, config.logging.format)
         num_kv_tokens = self.kv_cache_manager.block_pool.num_gpu_blocks * self.block_size
-        self.waiting = OwnersQueue(self.max_num_running_reqs, num_kv_tokens, lambda: self.running)
+        self.waiting = OwnersQueue(self.max_num_running_reqs, num_kv_tokens, self.all_running)
         self._heartbeat = Heartbeat()
         self._request_times = RequestTimes()
         self._num_committed_tokens = 0
@@ -103,7 +105,10 @@ class CoordinatedScheduler(PoolScheduler):
             self._num_cached_tokens.pop(request.request_id, None)
             self._request_times.ended(request.request_id, request.num_preemptions)
         self._ended.clear()
-        self._make_room()
+        if self.waiting:
+            self._make_room()
+        if self.may_lack_blocks:  # vLLM preempts the last ones
+            self.running = [*self.waiting.fair.from_last(self.running)][::-1]
         output = super().schedule(throttle_prefills)
         admitted_now = self.admitted(output)
         for new in admitted_now:
@@ -117,18 +122,43 @@ class CoordinatedScheduler(PoolScheduler):
         return output
 
     def _make_room(self) -> None:
-        """Preempts requests of owners that yield, until there is room for the first request that waits."""
-        pool = self.kv_cache_manager.block_pool
-        while self.waiting:
-            has_place = len(self.running) < self.max_num_running_reqs
-            if has_place and pool.get_num_free_blocks() * self.block_size >= self.waiting.peek_request().num_tokens:
-                return
-            yielding = self.waiting.fair.who_yields(self.running)
-            if yielding is None or not self._request_blocks_can_be_freed(yielding):
-                return
+        """Preempts requests of owners that yield, if that makes room for the first request that waits."""
+        is_enough = self._is_enough_for(self.waiting.peek_request())
+        if is_enough(()):
+            return
+        for yielding in self.waiting.fair.who_yield(self.running, is_enough):
             self.running.remove(yielding)
             self._preempt_request(yielding, time.monotonic())
             self.prev_step_scheduled_req_ids.discard(yielding.request_id)  # if it resumes at once, it counts as resumed
+
+    def _is_enough_for(self, first: Request) -> Callable[[Sequence[Request]], bool]:
+        """Returns the function that says whether there is room for `first` without some of those that run."""
+        manager, pool = self.kv_cache_manager, self.kv_cache_manager.block_pool
+
+        @cache
+        def prefix() -> list[Any]:
+            hits = ()
+            if manager.prefix_cache_lookup_enabled(first):
+                hits, *_ = manager.coordinator.find_longest_cache_hit(first.block_hashes, first.num_tokens - 1)
+            return [*itertools.chain.from_iterable(hits)]
+
+        def is_enough(yielding: Sequence[Request]) -> bool:
+            remaining = [request for request in self.running if request not in yielding]
+            if len(remaining) >= self.max_num_running_reqs:
+                return False
+            if not all(map(self._request_blocks_can_be_freed, yielding)):
+                return False
+            adapters = {adapter_of(request) for request in (*remaining, first)} - {None}
+            if self.lora_config is not None and len(adapters) > self.lora_config.max_loras:
+                return False
+            tables = [table for request in yielding for table in manager.get_block_ids(request.request_id)]
+            num_less = Counter(itertools.chain.from_iterable(tables))
+            num_given_back = sum(pool.blocks[block].ref_cnt == number for block, number in num_less.items())
+            num_shared = sum(block.ref_cnt > num_less[block.block_id] for block in prefix())
+            num_available: int = pool.get_num_free_blocks() + num_given_back + num_shared
+            return num_available * int(self.block_size) >= int(first.num_tokens)
+
+        return is_enough
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         outputs = super().update_from_output(scheduler_output, model_runner_output)

@@ -146,7 +146,6 @@ class VllmTarget(Target):
         ours: dict[str, Any] = {
             "worker_extension_cls": EXTENSION,
             "scheduler_cls": SCHEDULER,
-            "scheduling_policy": "priority",
         }
         if self._on_v2:
             ours |= {

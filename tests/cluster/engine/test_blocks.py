@@ -288,7 +288,7 @@ class TestEviction:
 
 def num_cached_blocks(blocks: BlockManager, token_ids: list[int]) -> int:
     """Like `num_cached`, in blocks, and without taking any."""
-    return len(blocks._cached_prefix(token_ids))
+    return len(blocks.cached_prefix(token_ids))
 
 
 @pytest.mark.parametrize("seed", range(6))

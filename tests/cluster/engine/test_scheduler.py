@@ -394,6 +394,39 @@ class TestOwners:
         scheduler.remove(scheduler.running[0])
         assert scheduler.admit() == others[1:2]
 
+    def test_nobody_yields_if_that_is_not_enough(self) -> None:
+        scheduler = self.start([of_owner("a", 40), of_owner("a", 4), of_owner("b", 60)], num_blocks=30)
+        scheduler.add(of_owner("c", 50))  # `a` would keep less than `c` had
+        assert scheduler.admit() == []
+        assert scheduler.num_preemptions == 0
+        assert self.owners(scheduler) == "aab"
+
+    def test_several_yield_for_one_that_is_larger(self) -> None:
+        scheduler = self.start([of_owner("a", 12) for _ in range(9)], num_blocks=30, max_num_seqs=9)
+        large = of_owner("b", 30)
+        scheduler.add(large)
+        assert scheduler.admit() == [large]
+        assert self.owners(scheduler) == "aaaaaaab"
+        assert scheduler.num_preemptions == 2
+
+    def test_one_without_an_owner_does_not_keep_others_from_yielding(self) -> None:
+        scheduler = self.start([of_owner("", priority=3), *(of_owner("a") for _ in range(3))])
+        other = of_owner("b")
+        scheduler.add(other)
+        assert scheduler.admit() == [other]
+        assert self.owners(scheduler) == "aab"
+
+    def test_sequences_of_an_owner_yield_in_turn(self) -> None:
+        scheduler = self.start([of_owner("a", max_tokens=200) for _ in range(4)])
+        owned = {*scheduler.running}
+        for _ in range(4):
+            other = of_owner("b")
+            scheduler.add(other)
+            assert scheduler.admit() == [other]
+            scheduler.remove(other)
+            scheduler.admit()
+        assert {sequence.num_preemptions for sequence in owned} == {1}
+
     def test_equal_owners_take_nothing_from_each_other(self) -> None:
         scheduler = self.start([of_owner(owner) for owner in "aabb" + "abc" * 3])
         assert scheduler.num_preemptions == 0

@@ -260,9 +260,9 @@ capabilities: {drop: [ALL]}
 {{- end }}
 {{- end -}}
 
-{{/* Rules of NetworkPolicies for calls that all pods make: DNS, spans, and what the values allow. */}}
+{{/* Rules of NetworkPolicies for calls that all pods make: DNS (5353: OpenShift's pods), spans, and what the values allow. */}}
 {{- define "outrider.egress" -}}
-- ports: [{port: 53, protocol: UDP}, {port: 53, protocol: TCP}]
+- ports: [{port: 53, protocol: UDP}, {port: 53, protocol: TCP}, {port: 5353, protocol: UDP}, {port: 5353, protocol: TCP}]
 {{- with dig "tracing" "endpoint" "" .Values.config }}
 {{- $port := regexReplaceAll "^https?://[^/]*?(:([0-9]+))?(/.*)?$" . "${2}" | default (hasPrefix "https:" . | ternary "443" "80") }}
 - ports: [{port: {{ $port }}, protocol: TCP}]
