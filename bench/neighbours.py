@@ -23,6 +23,7 @@ from typing import Any
 import httpx
 
 from bench.result import write_cells
+from bench.workload import write_keys
 from cluster.config.file import load_config
 from services.launch.local import LocalCluster
 
@@ -150,11 +151,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     cells: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         names = ["victim", "load", *(f"other{index}" for index in range(arguments.hostile_keys))]
-        keys = {name: f"sk-{name}-0123456789abcdef" for name in names}
-        file = Path(folder) / "keys"
-        file.write_text("".join(f"{name}:{key}\n" for name, key in keys.items()), encoding="utf-8")
+        file, (victim, load_key, *others) = write_keys(Path(folder), names)
         config = load_config(None, [*SETTINGS, f"router.api_keys_file={file}"])
-        headers, load_keys = {"authorization": f"Bearer {keys.pop('victim')}"}, [keys.pop("load")]
+        headers = {"authorization": f"Bearer {victim}"}
         load = Neighbour("/v1/completions", _completion(), round(arguments.load * NUM_CHOICES))
         print("| neighbour | requests | first token, p50 | p99 | further tokens, p50 | p99 |")
         print("| --- | --- | --- | --- | --- | --- |")
@@ -165,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             cluster.wait_ready(120)
             ask(client, headers)
             for name, neighbour in {"nobody": None, **neighbours()}.items():
-                with next_to(cluster.url, load, load_keys), next_to(cluster.url, neighbour, list(keys.values())):
+                with next_to(cluster.url, load, [load_key]), next_to(cluster.url, neighbour, others):
                     time.sleep(1.0)
                     ends_at, answers = time.monotonic() + arguments.seconds, []
                     while time.monotonic() < ends_at:

@@ -35,6 +35,7 @@ import uvloop
 import yaml
 
 from bench.result import describe_machine, write_result
+from bench.workload import write_keys
 from cluster.config import Config
 from cluster.config.file import load_config
 from cluster.engine.model_config import ModelConfig
@@ -65,8 +66,9 @@ SETTINGS = (
 class Stream(asyncio.Protocol):
     """One request; notes what comes and when."""
 
-    def __init__(self, seed: int, num_tokens: int) -> None:
+    def __init__(self, seed: int, num_tokens: int, key: str) -> None:
         self.seed = seed
+        self.key = key
         self.num_tokens = num_tokens
         self.sent_at = 0.0
         self.received: list[tuple[float, bytes]] = []
@@ -77,6 +79,7 @@ class Stream(asyncio.Protocol):
         body = json.dumps(fields | {"return_token_ids": True, "ignore_eos": True}).encode()
         head = (
             "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+            f"authorization: Bearer {self.key}\r\n"
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         )
         self.sent_at = time.perf_counter()
@@ -140,16 +143,21 @@ class Result:
 class Cluster:
     """A router and its simulated targets; runs while entered."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, num_keys: int = 0) -> None:
+        """`num_keys`: API keys that streams have to use in turn."""
         self._folder = tempfile.TemporaryDirectory(prefix="outrider-")
         folder = Path(self._folder.name)
+        keys_file, keys = write_keys(folder, [f"owner{number}" for number in range(num_keys)])
+        self._keys = keys or ["none"]
         port, *target_ports = free_ports(1 + config.target.replicas)
         addresses = tuple(f"127.0.0.1:{port}" for port in target_ports)
         self.port = port
         self.config = config.model_copy(
             update={
                 "target": config.target.model_copy(update={"addresses": addresses}),
-                "router": config.router.model_copy(update={"host": "127.0.0.1", "port": port}),
+                "router": config.router.model_copy(
+                    update={"host": "127.0.0.1", "port": port, "api_keys_file": str(keys_file) if num_keys else None}
+                ),
             }
         )
         file = folder / "cluster.yaml"
@@ -171,9 +179,14 @@ class Cluster:
                 raise TimeoutError(f"not ready after {READY_TIMEOUT_SECONDS:.0f} s")
             time.sleep(0.1)
 
+    def key_of(self, stream: int) -> str:
+        return self._keys[stream % len(self._keys)]
+
     def _is_ready(self) -> bool:
+        headers = {"authorization": f"Bearer {self.key_of(0)}"}
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}/health", headers=headers)
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5) as response:
+            with urllib.request.urlopen(request, timeout=5) as response:
                 targets = json.load(response)["targets"]
         except (urllib.error.URLError, OSError):
             return False
@@ -207,11 +220,12 @@ def main() -> None:
     )
     results = []
     for num_streams in arguments.streams:
-        results.append(measure(config, num_streams, arguments.seconds, arguments.viewers))
+        results.append(measure(config, num_streams, arguments.seconds, arguments.viewers, arguments.keys))
         print(results[-1], flush=True)
     document = {
         "targets": arguments.targets,
         "viewers": arguments.viewers,
+        "keys": arguments.keys,
         "chunks_per_second_of_a_stream": CHUNKS_PER_SECOND,
         "machine": describe_machine(),
         "results": [asdict(result) for result in results],
@@ -219,8 +233,8 @@ def main() -> None:
     write_result(arguments.out, document)
 
 
-def measure(config: Config, num_streams: int, seconds: float, num_viewers: int = 0) -> Result:
-    cluster = Cluster(config)
+def measure(config: Config, num_streams: int, seconds: float, num_viewers: int = 0, num_keys: int = 0) -> Result:
+    cluster = Cluster(config, num_keys)
     try:
         cluster.start()
         gc.disable()  # what is received is kept, and searching it in vain would take ever longer
@@ -250,7 +264,7 @@ async def _run(
         await loop.create_connection(Viewer, "127.0.0.1", cluster.port)
     streams: list[Stream] = []
     for seed in range(num_streams):
-        streams.append(Stream(seed, num_tokens))
+        streams.append(Stream(seed, num_tokens, cluster.key_of(seed)))
         await loop.create_connection(lambda: streams[-1], "127.0.0.1", cluster.port)
         await asyncio.sleep(1 / RAMP_STREAMS_PER_SECOND)
     start, before = time.perf_counter(), cluster.cpu_seconds()
@@ -317,6 +331,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--targets", type=int, default=2, help="simulated target workers")
     parser.add_argument("--viewers", type=int, default=0, help="that watch the router's page meanwhile")
+    parser.add_argument("--keys", type=int, default=0, help="API keys that the streams use in turn")
     parser.add_argument("--seconds", type=float, default=20.0, help="that all streams run")
     parser.add_argument("--out", type=Path, default=Path("bench/results/streams.json"))
     return parser

@@ -6,9 +6,10 @@ import random
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -72,6 +73,14 @@ def run_streams(
     return Run(sum(answer.num_tokens for answer in burst.answers), burst.seconds)
 
 
+def write_keys(folder: Path, names: Iterable[str]) -> tuple[Path, list[str]]:
+    """Makes a key for each of `names`. Returns the file of all keys for the router, and the keys."""
+    keys = {name: f"sk-{name}-0123456789abcdef" for name in names}
+    file = folder / "keys"
+    file.write_text("".join(f"{name}:{key}\n" for name, key in keys.items()), encoding="utf-8")
+    return file, [*keys.values()]
+
+
 def run_window(
     url: str,
     prompts: Sequence[Sequence[int]],
@@ -81,20 +90,22 @@ def run_window(
     num_speculative_tokens: int | None,
     max_tokens: int,
     seconds: float,
+    keys: Sequence[str] = (),
 ) -> Run:
     """Counts the tokens of `seconds` while `num_streams` streams are busy, each with one prompt after another.
 
-    If streams get out of step, the last ones of a burst run alone. Here that does not happen.
+    If streams get out of step, the last ones of a burst run alone. Here that does not happen. `keys`: used in turn.
     """
     is_over = threading.Event()
     under_way = threading.Semaphore(0)  # counts the streams that have had their first tokens
 
     def stream(first: int) -> None:
         number, has_begun = first, False
+        headers = {"authorization": f"Bearer {keys[first % len(keys)]}"} if keys else {}
         while not is_over.is_set():
             prompt = prompts[number % len(prompts)]
             body = _body(prompt, number, temperature, num_speculative_tokens, max_tokens)
-            with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+            with client.stream("POST", "/v1/completions", json=body | {"stream": True}, headers=headers) as response:
                 response.raise_for_status()
                 for _ in response.iter_lines():
                     if is_over.is_set():
