@@ -96,10 +96,14 @@ class Case:
         assert self.draft is not None
         if self.draft == FREE:
             return [(1, 0.0)]
-        num_read = self.prompt_tokens
-        if self.context_tokens is not None:
-            num_read = min(num_read, NUM_SINKS + self.context_tokens)
-        return step_curve(DRAFTS[self.draft], self.draft_gpus, self.streams, num_read)
+        return step_curve(DRAFTS[self.draft], self.draft_gpus, self.streams, self.num_read)
+
+    @property
+    def num_read(self) -> int:
+        """Tokens of a prompt that the draft reads."""
+        if self.context_tokens is None:
+            return self.prompt_tokens
+        return min(self.prompt_tokens, NUM_SINKS + self.context_tokens)
 
     @property
     def is_one_pass(self) -> bool:
@@ -130,7 +134,7 @@ class Case:
             for model, gpus in ((TARGET, self.target_gpus), (DRAFTS[self.draft], self.draft_gpus))
         )
         hidden = RUN_AHEAD_HIDES / self.targets if self.card != OWN else 0.0
-        drafting = Drafting(draft, self.acceptance, self.delay_ms / 1e3, hidden, self.is_one_pass)
+        drafting = Drafting(draft, self.acceptance, self.delay_ms / 1e3, hidden, self.is_one_pass, self.num_read)
         load = ExpectedLoad(self.streams, self.prompt_tokens, ANSWER_TOKENS)
         plain, drafted = (plan(Option("", target, each), load) for each in (None, drafting))
         return drafted.tokens_per_second / plain.tokens_per_second

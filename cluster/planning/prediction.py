@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from cluster.engine.memory_plan import Budget
@@ -58,10 +58,15 @@ class Option:
     budgets: tuple[Budget, ...] = ()  # budgets of the target's memory, and of the draft device's if it has one
     num_speculative_tokens: int | None = None  # None: the best number
 
-    def round(self, num_seqs: float, context: float, num_speculative_tokens: int) -> PredictedRound:
+    def round(
+        self, num_seqs: float, load: ExpectedLoad, num_speculative_tokens: int, prompts_a_step: float = 0.0
+    ) -> PredictedRound:
         if self.drafting is None or num_speculative_tokens == 0:
-            return plain_round(self.target, num_seqs, context)
-        own = round_of(self.target, self.drafting, num_seqs, context, num_speculative_tokens)
+            return plain_round(self.target, num_seqs, load.mean_context)
+        skipped = load.prompt_tokens - self.drafting.read_tokens(load.prompt_tokens)
+        own = round_of(self.target, self.drafting, num_seqs, load.mean_context, num_speculative_tokens, skipped)
+        if self.drafting.runs_ahead:
+            own = replace(own, prompt_seconds=prompts_a_step * self.drafting.prompt_seconds(load.prompt_tokens))
         return replace(own, hidden_share=own.hidden_share / _num_sharing(own)) if self.is_pool else own
 
     @property
@@ -75,10 +80,12 @@ class Option:
     def step_seconds(self, round_: PredictedRound, num_seqs: float, load: ExpectedLoad) -> tuple[float, ...]:
         """Returns the seconds of a round with 0, 1, 2, ... prompts, up to the number that fits into a step.
 
-        A prompt adds rows to the target's step and to the draft's first step, for which the other sequences wait.
+        A prompt adds rows to the target's step. It also adds rows to the first step of a draft on the target's device;
+        others read it while the target goes on.
         """
         rows = round_.num_speculative_tokens + 1
-        drafting = self.drafting if round_.num_speculative_tokens else None
+        is_beside = self.drafting is not None and not self.drafting.runs_ahead
+        drafting = self.drafting if is_beside and round_.num_speculative_tokens else None
 
         def steps(num_prompts: int) -> float:
             prompts = Segments(num_prompts, load.prompt_tokens, 0, sampled_rows=1)
@@ -89,6 +96,13 @@ class Option:
         most = max(1, int((load.max_num_batched_tokens - num_seqs * rows) / load.prompt_tokens))
         without = round_.seconds - steps(0)
         return tuple(without + steps(n) for n in range(most + 1))
+
+    @property
+    def sources(self) -> Iterator[str]:
+        """Where the step times are from (`StepPredictor.source`)."""
+        yield self.target.source
+        if self.drafting is not None:
+            yield self.drafting.steps.source
 
     @property
     def acceptance_rate(self) -> float:
@@ -194,7 +208,7 @@ def _steady_at(option: Option, num_seqs: int, load: ExpectedLoad, depth: int) ->
     decoding, prompts_a_step = float(num_seqs), 0.0
     rounds = mean_rounds(option.acceptance_rate, depth, load.answer_tokens - 1)
     for _ in range(_ITERATIONS):
-        one = option.round(decoding, load.mean_context, depth)
+        one = option.round(decoding, load, depth, prompts_a_step)
         step = StepLoad(option.step_seconds(one, decoding, load), prompts_a_step, is_alone=num_seqs == 1)
         mean = step.mean_seconds
         first = step.seconds[1] + (0.0 if step.is_alone else mean / 2)

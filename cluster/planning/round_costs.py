@@ -2,16 +2,16 @@
 
     E(a, k)    tokens a round, bonus included (`cluster.speculation.speed`)
     round      (1 - h) (k * t_draft(S) + round trip) + t_verify(S * (k + 1)) for all S sequences, and at least
-               k * t_draft(S); t_verify(S) alone if k = 0
+               k * t_draft(S) and the draft's time for the prompts of a round; t_verify(S) alone if k = 0
 
 h is the share of drafting and round trip that overlaps with verification, because the draft worker runs ahead on its
 own device (`RUN_AHEAD_HIDES`). Targets that share a draft device also share its time for running ahead, so each gets an
-equal part of h.
+equal part of h. No answer waits for its prompt at the draft: until then it goes on without drafts.
 
-A draft device is busy for k * t_draft of a round without run-ahead. So if the rounds of the targets are staggered, it
-can draft without delay for
+A draft device is busy for k * t_draft of a round without run-ahead, and for prompts. So if the rounds of the targets
+are staggered, it can draft without delay for
 
-    round / (k * t_draft) = 1 + (t_verify + round trip) / (k * t_draft)
+    round / (k * t_draft + prompts)
 
 targets. (Conversely, with 1 + (k * t_draft + round trip) / t_verify cohorts of sequences a target would be busy at all
 times: it verifies one cohort while the others get their drafts.)
@@ -26,7 +26,7 @@ from cluster.planning.steps import StepPredictor
 from cluster.speculation.speed import expected_tokens, round_seconds
 
 MAX_DEPTH = 16
-# Fitted to `bench.pool`: plans are within 20 % of the measurement in 85 of 88 cells, with a median ratio of 1.00
+# Fitted to `bench.pool`: plans are within 20 % of the measurement in 83 of 88 cells, with a median ratio of 1.02
 # (docs/PLANNING.md). Without this share plans are up to 43 % too low.
 RUN_AHEAD_HIDES = 0.7
 
@@ -40,6 +40,19 @@ class Drafting:
     round_trip_seconds: float = 0.0
     hidden_share: float = 0.0  # share of drafting and round trip that run-ahead hides; 0: on one device
     is_one_pass: bool = False  # whether one step makes all drafts of a round
+    context_tokens: int | None = None  # maximum tokens of a prompt that the draft reads; None: all
+
+    @property
+    def runs_ahead(self) -> bool:
+        """True if the draft has a device of its own, on which it reads prompts while the target goes on."""
+        return self.hidden_share > 0
+
+    def read_tokens(self, prompt_tokens: int) -> int:
+        """Returns how many tokens of a prompt the draft reads."""
+        return prompt_tokens if self.context_tokens is None else min(prompt_tokens, self.context_tokens)
+
+    def prompt_seconds(self, prompt_tokens: int) -> float:
+        return self.steps.seconds((Segments(1, self.read_tokens(prompt_tokens), 0, sampled_rows=1),))
 
     def seconds(self, num_seqs: float, context: float, num_speculative_tokens: int) -> float:
         """Returns the seconds to draft `num_speculative_tokens` tokens for each of `num_seqs` sequences."""
@@ -58,19 +71,25 @@ class PredictedRound:
     round_trip_seconds: float
     verify_seconds: float
     hidden_share: float = 0.0  # hidden share of `draft_seconds` and `round_trip_seconds`
+    prompt_seconds: float = 0.0  # draft's time for prompts in a round, if no round waits for them
 
     @property
     def seconds(self) -> float:
         """Seconds from one commit of a sequence to its next commit."""
         exposed = 1 - self.hidden_share
         apart = round_seconds(exposed * self.draft_seconds, self.verify_seconds, exposed * self.round_trip_seconds)
-        return max(apart, self.draft_seconds)
+        return max(apart, self.busy_seconds)
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds that the draft computes in a round."""
+        return self.draft_seconds + self.prompt_seconds
 
     @property
     def targets_fed(self) -> float:
         """Number of targets for which one draft device can draft without delay, if their rounds are staggered."""
         without_run_ahead = round_seconds(self.draft_seconds, self.verify_seconds, self.round_trip_seconds)
-        return without_run_ahead / self.draft_seconds if self.draft_seconds else float("inf")
+        return without_run_ahead / self.busy_seconds if self.busy_seconds else float("inf")
 
 
 def plain_round(target: StepPredictor, num_seqs: float, context: float) -> PredictedRound:
@@ -78,13 +97,18 @@ def plain_round(target: StepPredictor, num_seqs: float, context: float) -> Predi
 
 
 def round_of(
-    target: StepPredictor, drafting: Drafting, num_seqs: float, context: float, num_speculative_tokens: int
+    target: StepPredictor,
+    drafting: Drafting,
+    num_seqs: float,
+    context: float,
+    num_speculative_tokens: int,
+    num_skipped: float = 0.0,
 ) -> PredictedRound:
-    """Returns the round of `num_seqs` sequences with `context` tokens each."""
+    """Returns the round of `num_seqs` sequences with `context` tokens each. The draft skips `num_skipped` of these."""
     return PredictedRound(
         num_speculative_tokens,
         expected_tokens(drafting.acceptance_rate, num_speculative_tokens),
-        drafting.seconds(num_seqs, context, num_speculative_tokens),
+        drafting.seconds(num_seqs, context - num_skipped, num_speculative_tokens),
         drafting.round_trip_seconds,
         target.seconds((Segments(num_seqs, num_speculative_tokens + 1, context),)),
         drafting.hidden_share,

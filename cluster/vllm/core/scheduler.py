@@ -260,7 +260,7 @@ class RoundScheduler(Scheduler):
 
     @property
     def may_lack_blocks(self) -> bool:
-        """Whether a step of the largest size could lack blocks, so that vLLM would preempt requests."""
+        """True if a step of the largest size could lack blocks, so that vLLM would preempt requests."""
         num_blocks: int = self.kv_cache_manager.block_pool.get_num_free_blocks()
         most: int = len(self.running) + self.max_num_scheduled_tokens // self.block_size
         return num_blocks <= most
