@@ -25,7 +25,7 @@ from cluster.model_folder import ASSETS, resolve_model_folder
 
 GB = 1e9
 
-_BYTES_OF_DTYPE = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5}
+_BYTES_OF_DTYPE = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
 _DEFAULT_DTYPE = "fp16"
 
 # Layers, KV heads and head size of well-known models of these sizes.

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cluster.engine.gpu_kernels.tiles import TILE, padded_group
+from cluster.engine.graph_memory import StepModel
 from cluster.engine.memory_plan import PlannedModel
 
 _ROUNDING = 1e-9  # rounding error of divided and multiplied rows: it must not add a tile
@@ -107,12 +108,15 @@ def attention(model: PlannedModel, step: Step) -> Kernel:
     bytes_once = token_bytes * sum(segments.positions for segments in step)
     if model.steps is None:
         return Kernel("attention", "KV", bytes_once, 0.0, bytes_once)
-    heads, group = model.steps.num_heads, model.steps.num_heads // model.steps.num_kv_heads
-    rows_per_tile = max(1, TILE // padded_group(group))
-    positions_read = sum(segments.positions_read(rows_per_tile) for segments in step)
+    positions_read = sum(segments.positions_read(rows_per_tile(model.steps)) for segments in step)
     positions_seen = sum(segments.positions_seen for segments in step)
-    operations = 4 * model.num_layers * heads * model.steps.head_dim * positions_seen
+    operations = 4 * model.num_layers * model.steps.num_heads * model.steps.head_dim * positions_seen
     return Kernel("attention", "KV", token_bytes * positions_read, operations, bytes_once)
+
+
+def rows_per_tile(shape: StepModel) -> int:
+    """Returns how many rows of a sequence read its KV together."""
+    return max(1, TILE // padded_group(shape.num_heads // shape.num_kv_heads))
 
 
 def sampling(model: PlannedModel, rows: float, logit_passes: int = 1) -> Kernel:

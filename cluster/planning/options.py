@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from cluster.engine.memory_plan import Budget, Memory, PlannedModel, Tenant, plan_pair
 from cluster.errors import ConfigurationError
 from cluster.planning.hardware import DEFAULT_HOST_CPU, GpuGroup
+from cluster.planning.kernel_tables import step_predictor
 from cluster.planning.prediction import Option
 from cluster.planning.round_costs import MAX_DEPTH, RUN_AHEAD_HIDES, Drafting
 from cluster.planning.steps import ASSUMED, Efficiency, NoSteps, Roofline
@@ -50,7 +51,7 @@ def options(request: ClusterRequest) -> Iterator[Option]:
     """Yields the option without speculation, then the options with it. All have the same target."""
     alone = Option(
         "no speculation",
-        Roofline(request.target, request.target_gpus, request.efficiency),
+        step_predictor(request.target, request.target_gpus, request.efficiency),
         target_dollars_per_hour=request.target_gpus.dollars_per_hour,
         budgets=(Budget((Tenant("target", request.target, 0),), _memory(request, request.target_gpus)),),
         num_speculative_tokens=request.num_speculative_tokens,
@@ -95,7 +96,7 @@ def _head_of(target: PlannedModel) -> PlannedModel:
 
 def _beside(request: ClusterRequest, alone: Option, draft: PlannedModel) -> Option:
     """Returns the option with the draft on the target's GPUs, divided among them like the target."""
-    steps = Roofline(draft, request.target_gpus, request.efficiency)
+    steps = step_predictor(draft, request.target_gpus, request.efficiency)
     return replace(
         alone,
         name="draft beside the target",
@@ -121,7 +122,8 @@ def _apart(
     if is_quantized:
         measured = request.int4_acceptance_rate
         rate = rate * INT4_ACCEPTANCE_SHARE if measured is None else measured
-    drafting = Drafting(Roofline(draft, request.draft_gpus, request.efficiency), rate, round_trip, RUN_AHEAD_HIDES)
+    steps = step_predictor(draft, request.draft_gpus, request.efficiency)
+    drafting = Drafting(steps, rate, round_trip, RUN_AHEAD_HIDES)
     option = _on_own_device(request, alone, name, draft, drafting, request.draft_gpus)
     return replace(option, draft_dollars_per_hour=request.draft_gpus.dollars_per_hour)
 

@@ -38,8 +38,10 @@ def plans_table(plans: Sequence[Plan], limits: Sequence[int] | None = None) -> s
     return _aligned(rows)
 
 
-def notes(efficiency: Efficiency, prompt_tokens: int, answer_tokens: int, *, is_measured: bool) -> str:
-    """Returns notes that say which figures are formulas and which are assumptions."""
+def notes(
+    efficiency: Efficiency, prompt_tokens: int, answer_tokens: int, sources: Sequence[str], *, is_measured: bool
+) -> str:
+    """Returns notes that say which figures are formulas, which are measured, and which are assumptions."""
     formulae = {
         "E": ["(1 - a^(K+1)) / (1 - a), bonus included; of K from 0 to 16 the one with the most tokens/s"],
         "round": [
@@ -48,6 +50,7 @@ def notes(efficiency: Efficiency, prompt_tokens: int, answer_tokens: int, *, is_
         ],
         "step": [
             "max(bytes / bandwidth, FLOPs / peak) of linears + attention + sampling + all-reduces + fixed time",
+            *([] if is_measured else sources),
         ],
         "tokens/s": [
             "S * answer / (first token + rounds of the rest * step): S sequences at all times, steps with",

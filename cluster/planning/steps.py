@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from cluster.engine.memory_plan import PlannedModel
 from cluster.planning.hardware import GpuGroup
@@ -25,6 +25,10 @@ class StepPredictor(Protocol):
     """A model on its devices."""
 
     def seconds(self, step: Step) -> float: ...
+
+    @property
+    def source(self) -> str:
+        """Where the times are from; empty: formulae."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,7 @@ class Roofline:
     efficiency: Efficiency = ASSUMED
 
     logit_passes: int = 1  # passes of the sampler over a row's logits
+    source: ClassVar = ""
 
     def seconds(self, step: Step) -> float:
         return sum(self.parts(step).values())
@@ -85,6 +90,7 @@ class MeasuredSteps:
     """Steps interpolated linearly between measurements, which include the reads of the KV at that time."""
 
     points: tuple[tuple[int, float], ...]  # rows, seconds
+    source: ClassVar = "measured here"
 
     @cached_property
     def _curve(self) -> StepCurve:
@@ -97,6 +103,8 @@ class MeasuredSteps:
 @dataclass(frozen=True, slots=True)
 class NoSteps:
     """Steps of a drafter whose proposals take almost no time, such as n-gram."""
+
+    source: ClassVar = ""
 
     def seconds(self, step: Step) -> float:
         return 0.0

@@ -12,8 +12,8 @@ from cluster.engine.model_config import ModelConfig
 from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder
 from cluster.planning.hardware import GpuGroup
+from cluster.planning.kernel_tables import step_predictor
 from cluster.planning.kernels import Segments
-from cluster.planning.steps import Roofline
 
 _ROWS = (1, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
 
@@ -35,14 +35,14 @@ def steps_of(config: Config, target: OnGpus | None, draft: OnGpus | None, mean_c
     """
     changed: dict[str, object] = {}
     if target is not None:
-        steps = Roofline(target.model, target.gpus)
+        steps = step_predictor(target.model, target.gpus)
         changed["target_step_ms"] = [(n, 1e3 * steps.seconds((Segments(n, 1, 0),))) for n in _ROWS]
         num_seqs = config.target.max_num_seqs
         cached, empty = (steps.seconds((Segments(num_seqs, 1, tokens),)) for tokens in (mean_context, 0))
         changed["target_sequence_ms"] = 1e3 * (cached - empty) / num_seqs
     if draft is not None:
         model = draft.model.with_wide_head() if config.drafts_on_host_cpu else draft.model
-        steps = Roofline(model, draft.gpus)
+        steps = step_predictor(model, draft.gpus)
         changed["draft_step_ms"] = [(n, 1e3 * steps.seconds((Segments(n, 1, mean_context),))) for n in _ROWS]
     simulation = SimulationConfig.model_validate(config.simulation.model_dump() | changed)
     return config.model_copy(update={"simulation": simulation})

@@ -162,7 +162,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(to_json(plans, limits), indent=2))
     else:
         print(plans_table(plans, limits))
-        print(f"\n{notes(efficiency, load.prompt_tokens, load.answer_tokens, is_measured=arguments.measure)}")
+        sources = dict.fromkeys(source for option in found for source in option.sources if source)
+        about = notes(efficiency, load.prompt_tokens, load.answer_tokens, list(sources), is_measured=arguments.measure)
+        print(f"\n{about}")
     return 0 if any(one.fits for one in plans) else 1
 
 
