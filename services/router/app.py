@@ -44,6 +44,7 @@ from services.router.chat.readers import Readers
 from services.router.chat.template import ChatTemplate
 from services.router.chat.tokens import TOKEN_PATHS, Tokens
 from services.router.errors import error_handlers
+from services.router.http.loop_turns import BeginsInTurn, LoopTurns
 from services.router.http.middleware import Admission, RequestIds
 from services.router.http.tracing import Tracing
 from services.router.metrics import RouterMetrics
@@ -133,7 +134,7 @@ def create_app(config: Config) -> Starlette:
         if config.router.has_page
         else None
     )
-    readers = Readers.of(config.router, template, tokenizer)
+    readers, turns = Readers.of(config.router, template, tokenizer), LoopTurns()
     app = Starlette(
         routes=[
             Route(_COMPLETIONS_PATH, Completions(serving).create, methods=["POST"]),
@@ -154,6 +155,7 @@ def create_app(config: Config) -> Starlette:
                 credentials=credentials,
                 limits=KeyLimits(config.router.requests_per_minute_per_key, config.router.max_requests_per_key),
                 metrics=metrics,
+                turns=turns,
                 open_routes=frozenset({_PROBED_PATH}) | (page.open_routes if page is not None else frozenset()),
             ),
             *([Middleware(Tracing, routes=_GENERATING_PATHS, tracer=tracer)] if is_traced else []),
@@ -163,6 +165,7 @@ def create_app(config: Config) -> Starlette:
                 config=config.router,
                 metrics=serving.metrics,
             ),
+            Middleware(BeginsInTurn, turns=turns),
             Middleware(GivesBack, budget=serving.budget),
         ],
         exception_handlers=error_handlers(),

@@ -33,6 +33,7 @@ from services.router.access.key_limits import KeyLimits
 from services.router.access.local_sites import LocalSites
 from services.router.errors import InvalidApiKeyError, error_response, excerpt
 from services.router.http.current_key import current_key
+from services.router.http.loop_turns import LoopTurns
 from services.router.http.middleware import route_of
 from services.router.http.streaming import NotedSend
 from services.router.metrics import RouterMetrics
@@ -144,13 +145,15 @@ class Gate:
         credentials: Credentials,
         limits: KeyLimits,
         metrics: RouterMetrics,
+        turns: LoopTurns,
         open_routes: frozenset[str] = frozenset(),
     ) -> None:
-        """`open_routes`: routes that need no key, in addition to probes."""
+        """`open_routes`: routes that need no key, in addition to probes. `turns`: refusals wait for them, too."""
         self._app = app
         self._credentials = credentials
         self._limits = limits
         self._metrics = metrics
+        self._turns = turns
         self._open_routes = PROBES | open_routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -168,6 +171,7 @@ class Gate:
         scope["state"]["ask_again"] = partial(self._credentials.public, key, route)
         if caller is None and route not in self._open_routes:
             self._metrics.keys.count_request("", refusal.http_status)
+            await self._turns.take("")
             await refuse(refusal, scope, receive, send)
         elif caller is None or caller.role != "client" or not caller.name:
             await self._app(scope, receive, send)
@@ -181,6 +185,7 @@ class Gate:
             with self._limits.entered(name):
                 await self._app(scope, receive, noted)
         except OutriderError as error:  # raised by the limits: the application answers all others
+            await self._turns.take(name)
             await refuse(error, scope, receive, noted, name)
         finally:
             self._metrics.keys.count_request(name, scope["state"].get("outcome", noted.status or 500))
