@@ -44,6 +44,7 @@ from services.router.chat.readers import Readers
 from services.router.chat.template import ChatTemplate
 from services.router.chat.tokens import TOKEN_PATHS, Tokens
 from services.router.errors import error_handlers
+from services.router.http.large_work import run_in_thread
 from services.router.http.loop_turns import BeginsInTurn, LoopTurns
 from services.router.http.middleware import Admission, RequestIds
 from services.router.http.tracing import Tracing
@@ -286,7 +287,8 @@ def _information_routes(serving: Serving, health: Health, root: str) -> list[Rou
         return Response(status_code=200 if health.is_ready else 503)
 
     async def metrics_page(request: Request) -> Response:
-        return Response(serving.metrics.render(request.state.caller.only_key), media_type=CONTENT_TYPE_LATEST)
+        render = serving.metrics.renderer(request.state.caller.only_key)
+        return Response(await run_in_thread(render), media_type=CONTENT_TYPE_LATEST)
 
     async def version_page(_: Request) -> Response:
         return JSONResponse({"version": version})

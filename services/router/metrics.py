@@ -5,7 +5,8 @@ Metrics that vLLM has too keep its names; all others start with `outrider_`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -252,7 +253,22 @@ class RouterMetrics:
 
     def render(self, only_key: str | None = None) -> bytes:
         """Returns the page in Prometheus's text format. `only_key`: the only key whose use it shows; None: all."""
-        return generate_latest(self.registry if only_key is None else _OneKey(self.registry, only_key))
+        return self.renderer(only_key)()
+
+    def renderer(self, only_key: str | None = None) -> Callable[[], bytes]:
+        """Returns the function that formats the page of `render` with the present values. Any thread may call it."""
+        source = self.registry if only_key is None else _OneKey(self.registry, only_key)
+        return partial(generate_latest, _Families(list(source.collect())))
+
+
+class _Families(Collector):
+    """Metrics that have been read already."""
+
+    def __init__(self, families: Sequence[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
 
 
 class _OneKey(Collector):
