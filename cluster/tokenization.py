@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as _Tokenizer
 
 from cluster.errors import ConfigurationError, ContextLengthError
 
-LONG_TEXT_CHARACTERS = 16_384  # longer ones are encoded without Python's lock, so that a thread helps
+LONG_TEXT_CHARACTERS = 2048  # longer ones are encoded without Python's lock, so that a thread helps
 _MAX_PENDING_TOKENS = 32  # pending tokens that end inside a character
 _LONGEST_CHARACTER = 4  # bytes
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -122,6 +122,11 @@ class Tokenizer:
             token_ids: list[int] = encoding.ids
             return token_ids
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """Returns the token IDs of each of `texts`, without a prompt's affixes. Computes without Python's lock."""
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
     def encode_words(self, text: str) -> list[list[int]]:
         """Returns the token IDs of each word of `text`; spellings of special tokens are plain text.

@@ -101,18 +101,14 @@ def _constraints(
     return constraints if constraints.ByteSize() else None
 
 
-def bad_words(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
+def bad_words(words: Sequence[str], tokenizer: Tokenizer) -> list[tuple[int, ...]]:
     """Returns the tokens of `words`, as in vLLM.
 
     Each word is encoded as at the beginning of a text and as after a space; equal encodings are listed once.
     """
-    found: list[list[int]] = []
-    for word in words:
-        for spelled in (word.lstrip() or word, " " + word.lstrip()):
-            token_ids = tokenizer.encode(spelled, add_special_tokens=False)
-            if token_ids and token_ids not in found:
-                found.append(token_ids)
-    return found
+    spelled = [each for word in words for each in (word.lstrip() or word, " " + word.lstrip())]
+    found = dict.fromkeys(map(tuple, tokenizer.encode_all(spelled)))
+    return [token_ids for token_ids in found if token_ids]
 
 
 def _check_version(request: target_pb2.GenerateRequest, version: int) -> None:

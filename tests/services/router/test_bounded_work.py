@@ -82,8 +82,8 @@ def test_stand_ins_avoid_characters_and_their_escapes() -> None:
     assert disguised == text.replace("<", chosen)
 
 
-@pytest.mark.parametrize("field", ["response_format", "tools", "guided_json", "structured_outputs"])
-def test_schemas_are_checked_beside_the_event_loop(
+@pytest.mark.parametrize("field", ["response_format", "tools", "guided_json", "structured_outputs", "bad_words"])
+def test_schemas_and_bad_words_are_read_beside_the_event_loop(
     new_model: Callable[..., Model], monkeypatch: pytest.MonkeyPatch, field: str
 ) -> None:
     model, threaded = new_model(), []
@@ -100,6 +100,7 @@ def test_schemas_are_checked_beside_the_event_loop(
         "tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}],
         "guided_json": schema,
         "structured_outputs": {"json": schema},
+        "bad_words": ["fox"],
     }[field]
     assert model.router.chat(messages=[USER], max_tokens=4).status_code == 200
     assert not threaded

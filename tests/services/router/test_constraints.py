@@ -186,6 +186,7 @@ def test_no_tokens_but_the_prompts(router: Router, target: ScriptedTarget) -> No
 def test_bad_words_are_those_after_a_space_too(tokenizer: Tokenizer) -> None:
     found = bad_words(["fox"], tokenizer)
     assert [tokenizer.decode(word) for word in found] in (["fox", " fox"], ["fox"])
+    assert bad_words(["fox", " fox", "fox"], tokenizer) == found
 
 
 def test_columns_of_scores_come_through_the_wire() -> None:
