@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -44,7 +43,6 @@ from services.router.chat.readers import Readers
 from services.router.chat.template import ChatTemplate
 from services.router.chat.tokens import TOKEN_PATHS, Tokens
 from services.router.errors import error_handlers
-from services.router.http.large_work import run_in_thread
 from services.router.http.loop_turns import BeginsInTurn, LoopTurns
 from services.router.http.middleware import Admission, RequestIds
 from services.router.http.tracing import Tracing
@@ -52,6 +50,7 @@ from services.router.metrics import RouterMetrics
 from services.router.openapi.routes import OpenApi
 from services.router.operators.adapters import AdapterCalls
 from services.router.operators.health import Health
+from services.router.operators.metrics_page import MetricsPage
 from services.router.operators.pool_metrics import PoolMetrics
 from services.router.operators.routing import RoutingCall
 from services.router.operators.switch import SpeculationSwitch
@@ -286,10 +285,6 @@ def _information_routes(serving: Serving, health: Health, root: str) -> list[Rou
     async def ping(_: Request) -> Response:  # the same as vLLM's, which some platforms call instead of /health
         return Response(status_code=200 if health.is_ready else 503)
 
-    async def metrics_page(request: Request) -> Response:
-        render = serving.metrics.renderer(request.state.caller.only_key)
-        return Response(await run_in_thread(render), media_type=CONTENT_TYPE_LATEST)
-
     async def version_page(_: Request) -> Response:
         return JSONResponse({"version": version})
 
@@ -300,6 +295,6 @@ def _information_routes(serving: Serving, health: Health, root: str) -> list[Rou
         Route("/health", health.public, methods=["GET"]),
         Route("/health/live", live, methods=["GET"]),
         Route("/ping", ping, methods=["GET", "POST"]),
-        Route("/metrics", metrics_page, methods=["GET"]),
+        Route("/metrics", MetricsPage(serving.metrics).show, methods=["GET"]),
         Route("/version", version_page, methods=["GET"]),
     ]
