@@ -3,7 +3,8 @@
 A victim with a key of its own sends one short request after the other. The times to its first token and between later
 ones are measured alone, next to an honest neighbour, and next to each attack. A further key always has requests in
 flight, the load. An attacker has one request in flight or 32 choices, an honest neighbour 32 requests. The target is
-simulated: it has places and steps but computes nothing, so that only waiting shows. The router is real.
+simulated: it has places and steps but computes nothing, so that only waiting shows. The router is real. Neighbours are
+processes of their own, so that the victim's clock does not wait for them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ import argparse
 import contextlib
 import gzip
 import json
+import multiprocessing
+import multiprocessing.synchronize
+import os
 import tempfile
 import threading
 import time
@@ -50,6 +54,7 @@ class Neighbour:
     body: bytes
     num_in_flight: int = 1
     coding: str = "identity"
+    method: str = "POST"
 
 
 def _json(value: Mapping[str, Any]) -> bytes:
@@ -68,6 +73,8 @@ def neighbours() -> dict[str, Neighbour]:
     alternatives = [{"type": "object", "properties": {f"a{i}": {"type": "integer"}}} for i in range(200)]
     history = [{"role": "user", "content": "fox " * 500} for _ in range(3900)]
     schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"anyOf": alternatives}}}
+    words = "".join(f"w{index * 7919 % 9973:x} " for index in range(4000))[:16_000]
+    bad_words = [f"{index} {words[5 * index : 5 * index + 50]}" for index in range(256)]
     chat, completions = "/v1/chat/completions", "/v1/completions"
     return {
         "honest": Neighbour(completions, _completion(), NUM_CHOICES),
@@ -83,6 +90,9 @@ def neighbours() -> dict[str, Neighbour]:
             "/v1/responses", _json({"input": history, "truncation": "auto", "max_output_tokens": 2})
         ),
         "a schema of 200 alternatives": Neighbour(chat, _chat("hi", response_format=schema)),
+        "16 KB to tokenise": Neighbour("/tokenize", _json({"prompt": words}), NUM_CHOICES),
+        "256 bad words": Neighbour(completions, _completion(bad_words=bad_words), NUM_CHOICES),
+        "metrics": Neighbour("/metrics", b"", NUM_CHOICES, method="GET"),
     }
 
 
@@ -118,27 +128,47 @@ def ask(client: httpx.Client, headers: Mapping[str, str]) -> tuple[float, float]
 @contextlib.contextmanager
 def next_to(url: str, neighbour: Neighbour | None, keys: Sequence[str]) -> Iterator[None]:
     """Has `neighbour` send its requests with each of `keys` meanwhile."""
-    has_ended = threading.Event()
-
-    def send(key: str) -> None:
-        assert neighbour is not None
-        headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
-        with httpx.Client(base_url=url, timeout=600, trust_env=False) as client:
-            while not has_ended.is_set():
-                client.post(
-                    neighbour.path, content=neighbour.body, headers=headers | {"content-encoding": neighbour.coding}
-                )
-
-    number = 0 if neighbour is None else neighbour.num_in_flight
-    threads = [threading.Thread(target=send, args=(key,)) for key in keys for _ in range(number)]
-    for thread in threads:
-        thread.start()
+    if neighbour is None:
+        yield
+        return
+    context = multiprocessing.get_context("spawn")
+    has_begun, has_ended = context.Event(), context.Event()
+    process = context.Process(target=_send_all, args=(url, neighbour, keys, has_begun, has_ended))
+    process.start()
     try:
+        has_begun.wait()
         yield
     finally:
         has_ended.set()
-        for thread in threads:
-            thread.join()
+        process.join()
+
+
+def _send_all(
+    url: str,
+    neighbour: Neighbour,
+    keys: Sequence[str],
+    has_begun: multiprocessing.synchronize.Event,
+    has_ended: multiprocessing.synchronize.Event,
+) -> None:
+    """Sends the requests of `neighbour` with each of `keys` until `has_ended`."""
+    os.nice(10)  # real clients do not use the processors of the router
+
+    def send(key: str) -> None:
+        headers = {
+            "authorization": f"Bearer {key}",
+            "content-type": "application/json",
+            "content-encoding": neighbour.coding,
+        }
+        with httpx.Client(base_url=url, timeout=600, trust_env=False) as client:
+            while not has_ended.is_set():
+                client.request(neighbour.method, neighbour.path, content=neighbour.body, headers=headers)
+
+    threads = [threading.Thread(target=send, args=(key,)) for key in keys for _ in range(neighbour.num_in_flight)]
+    for thread in threads:
+        thread.start()
+    has_begun.set()
+    for thread in threads:
+        thread.join()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -146,6 +176,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="for each neighbour; default 20")
     parser.add_argument("--hostile-keys", type=int, default=1, help="keys of the neighbour; default 1")
     parser.add_argument("--load", type=float, default=0.3, help="share of the places that others use; default 0.3")
+    parser.add_argument("--only", nargs="+", choices=neighbours(), default=list(neighbours()), metavar="NEIGHBOUR")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args(argv)
     cells: list[dict[str, Any]] = []
@@ -163,7 +194,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         ):
             cluster.wait_ready(120)
             ask(client, headers)
-            for name, neighbour in {"nobody": None, **neighbours()}.items():
+            chosen = {name: neighbour for name, neighbour in neighbours().items() if name in arguments.only}
+            for name, neighbour in {"nobody": None, **chosen}.items():
                 with next_to(cluster.url, load, [load_key]), next_to(cluster.url, neighbour, others):
                     time.sleep(1.0)
                     ends_at, answers = time.monotonic() + arguments.seconds, []
