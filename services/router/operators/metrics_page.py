@@ -12,7 +12,7 @@ from starlette.responses import Response
 from services.router.http.large_work import run_in_thread
 from services.router.metrics import RouterMetrics
 
-_INTERVAL_S = 0.1  # between two renderings for one caller, each of which takes 4 ms of processor time
+_INTERVAL_S = 0.1  # between two renderings for one caller; each takes 4 ms of processor time
 
 
 class MetricsPage:
