@@ -17,6 +17,7 @@ from cluster.targets.base import GenerationOutput, GenerationRequest, Target
 from cluster.telemetry.tracing import Tracer
 from cluster.wire.replies import UNFINISHED, CallReply, RoundCounts
 from protos.speculation.v1 import target_pb2
+from services.shared_limit import SharedLimit
 from services.target.requests import to_engine
 from services.target.tracing import CallTrace, trace_call
 
@@ -93,9 +94,9 @@ class Calls:
         max_waiting_tokens: int = 2**22,
     ) -> None:
         self._target = target
-        self._max_waiting_tokens = max_waiting_tokens
-        self._num_waiting_tokens = 0
-        self._waiting: dict[str, int] = {}  # tokens of requests that have generated nothing yet, by ID in the engine
+        self._waiting_tokens = SharedLimit(max_waiting_tokens)
+        # Owners and tokens of requests that have generated nothing yet, by ID in the engine.
+        self._waiting: dict[str, tuple[bytes, int]] = {}
         self._tracer = tracer or Tracer()
         self._grammars = grammars
         self._compiling: dict[str, asyncio.Task[None]] = {}  # tasks of requests that wait for their grammar
@@ -158,14 +159,15 @@ class Calls:
         """Counts the tokens of `request`. Raises OverloadedError if too many tokens wait already."""
         num_tokens = len(request.prompt_token_ids) + len(request.constraints.allowed_token_ids)
         num_tokens = max(num_tokens, _MIN_WAITING_TOKENS)
-        waiting = self._num_waiting_tokens
-        if waiting and waiting + num_tokens > self._max_waiting_tokens and not request.num_generated_tokens:
-            raise OverloadedError(f"sequences with {waiting} tokens are waiting already, of {self._max_waiting_tokens}")
-        self._waiting[request_id] = num_tokens
-        self._num_waiting_tokens += num_tokens
+        waiting, may_exceed = self._waiting_tokens, bool(request.num_generated_tokens)
+        if waiting.held and not may_exceed and not waiting.has_room(request.owner, num_tokens):
+            raise OverloadedError(f"sequences with {waiting.held} tokens are waiting already, of {waiting.limit}")
+        self._waiting[request_id] = request.owner, num_tokens
+        waiting.take(request.owner, num_tokens)
 
     def _end_waiting(self, request_id: str) -> None:
-        self._num_waiting_tokens -= self._waiting.pop(request_id, 0)
+        if request_id in self._waiting:
+            self._waiting_tokens.give_back(*self._waiting.pop(request_id))
 
     def cancel(self, stream: RouterStream, call: int) -> None:
         """Frees the sequence of `call`, without further replies. Does nothing if it has ended."""

@@ -14,7 +14,9 @@ from starlette.types import Receive, Scope
 from cluster.errors import InvalidRequestError, OverloadedError
 from services.router.errors import PayloadTooLargeError, RequestTimeoutError, UnsupportedMediaTypeError
 from services.router.http.content_encoding import coding_of, decode
+from services.router.http.current_key import current_key
 from services.router.http.json_values import parse_json
+from services.shared_limit import SharedLimit
 
 _MAX_ADMIN_BYTES = 65_536  # size of an operator's call
 _ADMIN_TIMEOUT_S = 10.0
@@ -28,8 +30,7 @@ class BodyRoom:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._num_bytes = 0
+        self._bytes = SharedLimit(max_bytes)
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[BodyShare]:
@@ -38,15 +39,16 @@ class BodyRoom:
         try:
             yield share
         finally:
-            self._num_bytes -= share.num_bytes
+            self._bytes.give_back(current_key.get(), share.num_bytes)
 
     def take(self, num_bytes: int) -> None:
         """Counts `num_bytes` more. Raises OverloadedError if there is no room for them."""
-        if self._num_bytes + num_bytes > self._max_bytes:
+        key = current_key.get()
+        if not self._bytes.has_room(key, num_bytes):
             raise OverloadedError(
-                f"the bodies of the requests in flight take all of the {self._max_bytes} bytes allowed; retry later"
+                f"bodies of requests in flight take {self._bytes.held} of {self._bytes.limit} bytes; retry later"
             )
-        self._num_bytes += num_bytes
+        self._bytes.take(key, num_bytes)
 
 
 class BodyShare:

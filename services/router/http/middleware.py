@@ -17,8 +17,10 @@ from cluster.errors import OutriderError, OverloadedError, UnavailableError
 from services.router.anthropic_errors import is_anthropic
 from services.router.errors import CLIENT_CLOSED_REQUEST, error_response
 from services.router.http.body import BodyRoom, read_body
+from services.router.http.current_key import current_key
 from services.router.http.streaming import NotedSend, error_event, note_outcome
 from services.router.metrics import RouterMetrics
+from services.shared_limit import SharedLimit
 
 _MAX_BODIES_BYTES = 512 * 2**20  # of all bodies in flight together, so that few clients cannot take all memory
 _CLIENT_REQUEST_ID = re.compile(r"[!-~]{1,128}")
@@ -73,19 +75,18 @@ def route_of(scope: Mapping[str, Any]) -> str:
 class Admission:
     """Limits the requests to `routes` in flight to `max_waiting_requests`.
 
-    A request counts once its body is complete. While the limit is reached, requests are refused both before and after
-    their bodies are read.
+    A request counts once its body is complete. While the limit is reached, or the key's part of it, requests are
+    refused both before and after their bodies are read.
     """
 
     def __init__(self, app: ASGIApp, *, routes: frozenset[str], config: RouterConfig, metrics: RouterMetrics) -> None:
         self._app = app
         self._routes = routes
-        self._limit = config.max_waiting_requests
+        self._in_flight = SharedLimit(config.max_waiting_requests)
         self._max_body_bytes = config.max_body_bytes
         self._body_timeout_s = config.body_timeout_seconds
         self._room = BodyRoom(_MAX_BODIES_BYTES)
         self._metrics = metrics
-        self._num_in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or route_of(scope) not in self._routes:
@@ -107,9 +108,11 @@ class Admission:
                 await self._admit(_decompressed(scope), _replayed(body, receive), send)
 
     def _check_room(self) -> None:
-        if self._num_in_flight >= self._limit:
+        if not self._in_flight.has_room(current_key.get(), 1):
             self._metrics.count_rejection("max_num_queued_reqs")
-            raise OverloadedError(f"{self._limit} requests are in flight already; retry later")
+            raise OverloadedError(
+                f"{self._in_flight.held} requests are in flight already, of {self._in_flight.limit}; retry later"
+            )
 
     async def _refuse(self, error: OutriderError, scope: Scope, receive: Receive, send: Send) -> None:
         self._metrics.count_request(error.http_status)
@@ -117,7 +120,8 @@ class Admission:
 
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
         noted = NotedSend(send)
-        self._num_in_flight += 1
+        key = current_key.get()
+        self._in_flight.take(key, 1)
         self._metrics.requests_running.inc()
         try:
             await self._app(scope, receive, noted)
@@ -129,7 +133,7 @@ class Admission:
             else:
                 await error_response(error)(scope, receive, send)
         finally:
-            self._num_in_flight -= 1
+            self._in_flight.give_back(key, 1)
             self._metrics.requests_running.dec()
             self._metrics.count_request(scope.get("state", {}).get("outcome", noted.status or 500))
 

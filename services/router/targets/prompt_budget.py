@@ -16,7 +16,9 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.errors import InvalidRequestError, OverloadedError
+from services.router.http.current_key import current_key
 from services.router.metrics import RouterMetrics
+from services.shared_limit import SharedLimit
 
 MAX_WAITING_TOKENS_AT_TARGETS = 2**18
 "Limit of one request's choices without a token. Two prompts of 131k tokens, or a thousand of 256, wait at once."
@@ -26,9 +28,8 @@ class PromptBudget:
     """Counts and limits the prompt tokens of all requests in flight. Not thread-safe."""
 
     def __init__(self, limit: int, metrics: RouterMetrics) -> None:
-        self._limit = limit
+        self._tokens = SharedLimit(limit)
         self._metrics = metrics
-        self._num_tokens = 0
 
     def take(self, scope: Mapping[str, Any], num_tokens: int, param: str) -> None:
         """Counts the prompt tokens of the request of `scope` until `GivesBack` releases them.
@@ -36,21 +37,22 @@ class PromptBudget:
         `param`: the field of the prompts. Raises InvalidRequestError if they alone exceed the limit, and
         OverloadedError if they do not fit now.
         """
-        if num_tokens > self._limit:
+        limit, key = self._tokens.limit, current_key.get()
+        if num_tokens > limit:
             raise InvalidRequestError(
-                f"{param} has {num_tokens} tokens in all, and this router accepts {self._limit} at once", param=param
+                f"{param} has {num_tokens} tokens in all, and this router accepts {limit} at once", param=param
             )
-        if self._num_tokens + num_tokens > self._limit:
+        if not self._tokens.has_room(key, num_tokens):
             self._metrics.count_rejection("max_num_queued_tokens")
             raise OverloadedError(
-                f"requests in flight have {self._num_tokens} prompt tokens already, of {self._limit}; retry later"
+                f"requests in flight have {self._tokens.held} prompt tokens already, of {limit}; retry later"
             )
-        self._num_tokens += num_tokens
+        self._tokens.take(key, num_tokens)
         scope["state"]["num_budgeted_tokens"] = num_tokens
 
     def give_back(self, scope: Mapping[str, Any]) -> None:
         """Gives back the tokens that the request of `scope` took, if any."""
-        self._num_tokens -= scope["state"].pop("num_budgeted_tokens", 0)
+        self._tokens.give_back(current_key.get(), scope["state"].pop("num_budgeted_tokens", 0))
 
 
 class GivesBack:
