@@ -17,6 +17,8 @@ from services.router.targets.failover import run_anywhere
 from services.router.targets.prompt_budget import StartWindow
 from services.router.targets.replicas import ReplicaPool
 
+_BEGUN_TOGETHER = 8  # choices that begin in a turn of the event loop; each computes for up to 0.5 ms
+
 
 async def generate(
     pool: ReplicaPool,
@@ -82,10 +84,13 @@ async def interleave(sequences: Sequence[AsyncGenerator[Piece, None]]) -> AsyncG
             async for piece in pieces:
                 arrivals.put_nowait((index, piece))
 
-    running = {asyncio.create_task(run(index, sequence)) for index, sequence in enumerate(sequences)}
+    running: set[asyncio.Task[None]] = set()
     try:
-        for task in running:
+        for index, sequence in enumerate(sequences):
+            running.add(task := asyncio.create_task(run(index, sequence)))
             task.add_done_callback(arrivals.put_nowait)
+            if index % _BEGUN_TOGETHER == _BEGUN_TOGETHER - 1:
+                await asyncio.sleep(0)  # other streams go on
         while running:
             arrival = await arrivals.get()
             if isinstance(arrival, asyncio.Task):
