@@ -37,7 +37,7 @@ from bench.in_process import SIMULATED
 from bench.result import write_cells
 from cluster.config import Config
 from cluster.config.file import load_config
-from cluster.drafters.read_tokens import NUM_SINKS
+from cluster.drafters.read_tokens import NUM_SINKS, ContextTokens, context_choices
 from cluster.engine.memory_plan import PlannedModel
 from cluster.planning.hardware import parse_gpus
 from cluster.planning.prediction import ExpectedLoad, Option, plan
@@ -55,6 +55,7 @@ OWN = "own"  # a card: the GPUs of the target itself
 FREE = "free"  # a draft whose steps take no time
 ANSWER_TOKENS = 256
 _ROWS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096)
+_CHUNK_ROWS = 64  # rows of a sequence whose time for attention is arithmetic
 _WARM_UP_SHARE = 0.3
 _NUM_BLOCKS = 100_000  # more than any case needs
 _KV_CACHE_BYTES = 2**30  # more than any case needs of the bundled target's blocks, which are counted and never filled
@@ -63,11 +64,17 @@ _ANSWERS = Lengths(ANSWER_TOKENS // 2, ANSWER_TOKENS * 3 // 2)
 
 
 def step_curve(
-    model: str, gpus: str, streams: int, prompt_tokens: int, rows: Sequence[int] = _ROWS
+    model: str, gpus: str, streams: int, num_read: float, rows: Sequence[int] = _ROWS
 ) -> list[tuple[int, float]]:
-    """Returns the planner's milliseconds of steps of `rows`, with the context of half-finished answers."""
+    """Returns the planner's milliseconds of steps of `rows`, of `streams` sequences with `num_read` tokens each."""
     steps = Roofline(PlannedModel.parse(model), parse_gpus(gpus))
-    return [*curve_points(steps, streams, prompt_tokens + ANSWER_TOKENS / 2, rows)]
+    return [*curve_points(steps, streams, num_read, rows)]
+
+
+def context_ms(model: str, gpus: str, streams: int, rows: int) -> float:
+    """Returns the ms that 1,000 tokens before each of a sequence's `rows` rows add to a step of `streams` sequences."""
+    (_, without), (_, added) = (step_curve(model, gpus, streams, n, [streams * rows])[0] for n in (0, 1000))
+    return (added - without) / streams
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +88,7 @@ class Case:
     prompt_tokens: int = 128
     target_gpus: str = "4xA100-80"
     fixed_k: int | None = None  # None: the controller chooses
-    context_tokens: int | None = None  # at the end of a prompt, which the draft reads; None: all
+    context_tokens: ContextTokens = None  # at the end of a prompt, which the draft reads; None: all
 
     @property
     def draft_gpus(self) -> str:
@@ -89,21 +96,35 @@ class Case:
 
     @property
     def target_curve(self) -> list[tuple[int, float]]:
-        return step_curve(TARGET, self.target_gpus, self.streams, self.prompt_tokens)
+        return step_curve(TARGET, self.target_gpus, self.streams, self.num_held)
 
     @property
-    def draft_curve(self) -> list[tuple[int, float]]:
+    def num_held(self) -> float:
+        """Tokens of a prompt and of half an answer."""
+        return self.prompt_tokens + ANSWER_TOKENS / 2
+
+    def draft_curve(self, num_read: float = 0) -> list[tuple[int, float]]:
+        """Returns the milliseconds of the draft's steps by rows, with sequences of `num_read` tokens."""
         assert self.draft is not None
         if self.draft == FREE:
             return [(1, 0.0)]
-        return step_curve(DRAFTS[self.draft], self.draft_gpus, self.streams, self.num_read)
+        return step_curve(DRAFTS[self.draft], self.draft_gpus, self.streams, num_read)
 
     @property
     def num_read(self) -> int:
-        """Tokens of a prompt that the draft reads."""
+        """Tokens of a prompt that the draft reads; with auto, the fewest that it may choose."""
         if self.context_tokens is None:
             return self.prompt_tokens
-        return min(self.prompt_tokens, NUM_SINKS + self.context_tokens)
+        read = context_choices(self.prompt_tokens)[0] if self.context_tokens == "auto" else self.context_tokens
+        return self.prompt_tokens if read is None else min(self.prompt_tokens, NUM_SINKS + read)
+
+    @property
+    def draft_context_ms(self) -> list[float]:
+        assert self.draft is not None
+        if self.draft == FREE:
+            return [0.0, 0.0]
+        once, many = (context_ms(DRAFTS[self.draft], self.draft_gpus, self.streams, rows) for rows in (1, _CHUNK_ROWS))
+        return [once, many / _CHUNK_ROWS]
 
     @property
     def is_one_pass(self) -> bool:
@@ -112,7 +133,7 @@ class Case:
     @property
     def bound(self) -> float:
         """Speedup over k = 0 if drafting were hidden behind verification."""
-        target, draft = StepCurve(self.target_curve), StepCurve(self.draft_curve)
+        target, draft = StepCurve(self.target_curve), StepCurve(self.draft_curve(self.num_held))
         n, delay = self.streams, self.delay_ms / 1e3
 
         def round_seconds(k: int) -> float:
@@ -155,7 +176,8 @@ class Case:
         if self.draft is None:
             settings |= {"speculation.num_speculative_tokens": 0, "draft.replicas": 0}
         else:
-            settings["simulation.draft_step_ms"] = [list(point) for point in self.draft_curve]
+            settings["simulation.draft_step_ms"] = [list(point) for point in self.draft_curve()]
+            settings["simulation.draft_context_ms"] = self.draft_context_ms
             settings["draft.context_tokens"] = "null" if self.context_tokens is None else self.context_tokens
             settings["simulation.is_one_pass"] = str(self.is_one_pass).lower()
             if self.fixed_k is not None:
@@ -316,12 +338,17 @@ def _parser() -> argparse.ArgumentParser:
     def counts(text: str) -> list[int]:
         return [int(number) for number in text.split(",")]
 
+    def contexts(text: str) -> list[ContextTokens]:
+        return ["auto" if number == "auto" else int(number) for number in text.split(",")]
+
     parser = argparse.ArgumentParser(prog="bench.pool", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--drafts", type=lambda text: text.split(","), default=[*DRAFTS])
     parser.add_argument("--cards", type=lambda text: text.split(","), default=["A10G", "L4", "L40S"])
     parser.add_argument("--target-gpus", default="4xA100-80")
     parser.add_argument("--prompts", type=counts, default=[128, 500, 2000, 8000], help="tokens of each prompt")
-    parser.add_argument("--context-tokens", type=counts, default=[None], help="tokens that drafts read; default: all")
+    parser.add_argument(
+        "--context-tokens", type=contexts, default=[None], help="tokens that drafts read, or auto; default: all"
+    )
     parser.add_argument("--fixed", type=counts, default=[None], metavar="K", help="depths, in place of the controller")
     parser.add_argument("--delays", type=numbers, default=[0.5, 0.2, 2.0], help="ms, there and back")
     parser.add_argument("--streams", type=counts, default=[1, 8, 16, 32, 64], help="of each target")

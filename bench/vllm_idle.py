@@ -65,7 +65,7 @@ class Case:
         return self._curve(DRAFTS[self.draft], DRAFT_GPU) if self.draft else [(1, 0.0)]
 
     def _curve(self, model: str, gpus: str) -> list[tuple[int, float]]:
-        return step_curve(model, gpus, self.streams, PROMPT_TOKENS, _ROWS)
+        return step_curve(model, gpus, self.streams, PROMPT_TOKENS + ANSWER_TOKENS / 2, _ROWS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,11 @@ class SimulationConfig(Section):
     draft_step_ms: _Curve = Field(
         ((1, 0.8), (16, 1.7)), description="time of a step of the drafter: pairs of rows and ms"
     )
+    draft_context_ms: tuple[NotNegative, NotNegative] = Field(
+        (0.0, 0.0),
+        description="ms added to a step of the drafter for each 1,000 tokens that a sequence in it has read: once, and "
+        "for each row of the sequence; the larger counts",
+    )
     acceptance: Share | Annotated[tuple[Share, ...], Field(min_length=1)] = Field(
         0.75,
         description="probability that a draft is right when all before it are: one number, or one for each place in "

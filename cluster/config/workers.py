@@ -222,11 +222,12 @@ class DraftConfig(WorkerConfig):
         "checkpoint (MiMo-7B); vllm: `draft.model`, run by vLLM; engine: no draft worker, the target's engine drafts "
         "by itself, see `speculative_config`; simulated: for a simulated target",
     )
-    context_tokens: PositiveInt | None = Field(
+    context_tokens: PositiveInt | Literal["auto"] | None = Field(
         None,
-        description="tokens at the end of a prompt that the draft model reads, after the first four; null: all tokens. "
-        "A long prompt then takes the draft's time and KV cache of a short one, and no token of an answer changes "
-        "(`docs/MODELS.md`). For drafter model, parallel and self-int4",
+        description="tokens at the end of a prompt that the draft model reads, after the first four; null: all tokens; "
+        "auto: each draft worker finds the number by the prompt's length. A long prompt then takes the draft's time "
+        "and KV cache of a short one, and no token of an answer changes (`docs/MODELS.md`). For drafter model, "
+        "parallel and self-int4",
     )
     speculative_config: dict[str, Any] = Field(
         {},

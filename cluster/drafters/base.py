@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from cluster.drafters.read_tokens import NUM_SINKS, ContextTokens, context_choices
 from cluster.speculation.drafts import Drafts, descendants_of, path_to, renumbered
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
@@ -38,6 +40,7 @@ class DraftSequence:
     width: int = 1  # maximum number of children of a node
     num_committed: int = 0
     num_added: int = 0  # number of committed tokens here minus the target's number of committed tokens
+    context_tokens: int | None = None  # chosen number of last tokens to read; None: all. For a drafter with "auto"
     num_skipped: int = 0  # number of committed tokens that take no place in the draft model's context
     is_exhausted: bool = False  # whether the drafter cannot propose anything after the committed tokens
     lacks_states: bool = False  # whether it is exhausted because the target has not computed its states yet
@@ -240,6 +243,7 @@ class Drafter(ABC):
     vocab_size: int  # without a `vocabulary`, token IDs of a sequence must be smaller
     vocabulary: VocabularyMap | None = None  # None: the target's token IDs are the drafter's
     translates = False  # whether the drafter itself converts the target's token IDs, whatever its vocabulary
+    context_tokens: ContextTokens = None  # number of last tokens to read of a sequence; None: all
     dtype: str
     num_blocks: int  # blocks of the KV cache
     block_size: int  # tokens per block
@@ -259,7 +263,24 @@ class Drafter(ABC):
     @property
     def max_tokens_read(self) -> int | None:
         """Maximum number of tokens of a new sequence that need room; None: all of them."""
-        return None
+        number = context_choices(sys.maxsize)[0] if self.context_tokens == "auto" else self.context_tokens
+        return None if number is None else NUM_SINKS + number
+
+    def prompt_seconds(self, num_tokens: int) -> float:
+        """Returns the predicted seconds to compute a prompt of `num_tokens` tokens; 0 if unknown."""
+        return 0.0
+
+    def contexts(self, sequence: DraftSequence) -> list[int | None]:
+        """Returns how many last tokens of `sequence` to read, preferred first; None: all tokens of the sequence."""
+        if self.context_tokens != "auto":
+            return [self.context_tokens]
+        chosen = sequence.context_tokens
+        smaller = [n for n in context_choices(sequence.num_committed) if n is not None and n < (chosen or sys.maxsize)]
+        return [chosen, *reversed(smaller)]
+
+    def num_last_again(self, sequence: DraftSequence) -> int:
+        """Returns how many last tokens to read again when `sequence` has filled the model's context."""
+        return min(self.contexts(sequence)[0] or sys.maxsize, self.max_model_len // 2)
 
     @abstractmethod
     def admit(self, sequence: DraftSequence) -> bool:

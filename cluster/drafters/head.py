@@ -57,7 +57,7 @@ class HeadDrafter(ModelDrafter):
         if kept:
             sequence.drop_drafts()  # they were computed from the head's own states, not the target's
 
-    def _read_tokens(self, token_ids: Sequence[int], num_certain: int, root: bytes | None) -> Iterator[ReadTokens]:
+    def _read_tokens(self, sequence: DraftSequence, token_ids: Sequence[int], num_certain: int) -> Iterator[ReadTokens]:
         yield ReadTokens(token_ids, num_skipped=1)  # place t has token t + 1
 
     def _root(self, sequence: DraftSequence) -> bytes:

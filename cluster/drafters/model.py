@@ -11,7 +11,7 @@ import torch
 
 from cluster.drafters.base import Drafter, DraftSequence
 from cluster.drafters.proposable import Proposable
-from cluster.drafters.read_tokens import NUM_SINKS, ReadTokens
+from cluster.drafters.read_tokens import NUM_SINKS, ContextTokens, ReadTokens
 from cluster.engine.batch import Segment
 from cluster.engine.limits import StepLimits
 from cluster.engine.prompt_pace import PromptPace, PromptPart
@@ -57,7 +57,7 @@ class ModelDrafter(Drafter):
 
     With `context_tokens`, the model reads only the first `NUM_SINKS` and the last `context_tokens` tokens of a longer
     sequence when it is admitted, and all tokens that follow. When these fill the model's context, it begins again with
-    the first and last tokens. Noise and penalties remain those of the whole sequence.
+    the first and last tokens, at most half of the context. Noise and penalties remain those of the whole sequence.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class ModelDrafter(Drafter):
         burst: Burst | None = None,
         vocabulary: VocabularyMap | None = None,
         *,
-        context_tokens: int | None = None,
+        context_tokens: ContextTokens = None,
     ) -> None:
         """`burst`: draws all tokens of owed chains on the device; None: one token per step.
 
@@ -84,7 +84,7 @@ class ModelDrafter(Drafter):
         self._proposable = Proposable(vocabulary, runner.model.device)
         self._limits = limits
         self._burst = burst
-        self._context_tokens = context_tokens
+        self.context_tokens = context_tokens
         self._pace = PromptPace(limits.max_prefill_seconds, limits.max_num_batched_tokens)
         self._caches: dict[DraftSequence, Cache] = {}
 
@@ -98,9 +98,8 @@ class ModelDrafter(Drafter):
             return 0
         return self._runner.blocks.num_available_blocks * self.block_size
 
-    @property
-    def max_tokens_read(self) -> int | None:
-        return None if self._context_tokens is None else NUM_SINKS + self._context_tokens
+    def prompt_seconds(self, num_tokens: int) -> float:
+        return self._pace.seconds([PromptPart(num_tokens, 0)])
 
     def readings(self) -> Iterable[Reading]:
         return self._runner.blocks.readings()
@@ -149,12 +148,10 @@ class ModelDrafter(Drafter):
 
     def rewind(self, sequence: DraftSequence, kept: Sequence[int]) -> None:
         cache = self._caches[sequence]
-        if self._context_tokens is not None and sequence.room(self.max_model_len) <= 0:
+        if self.context_tokens is not None and sequence.room(self.max_model_len) <= 0:
             sequence.drop_drafts()
-            if self._allocate(sequence, sequence.token_ids, sequence.num_committed):
-                self._runner.blocks.free(cache.block_table)
-                return
-            kept = ()
+            self._begin_again(sequence, sequence.token_ids, sequence.num_committed)
+            return
         if not kept:
             cache.computed_nodes.clear()
             return
@@ -176,7 +173,7 @@ class ModelDrafter(Drafter):
         Shares blocks only of the first `num_certain` tokens.
         """
         root = self._root(sequence)
-        for tokens in self._read_tokens(token_ids, num_certain, root):
+        for tokens in self._read_tokens(sequence, token_ids, num_certain):
             if len(tokens) >= self.max_model_len:
                 continue
             num_tokens = min(len(tokens) + sequence.window, self.max_model_len)
@@ -188,18 +185,32 @@ class ModelDrafter(Drafter):
                 return True
         return False
 
-    def _read_tokens(self, token_ids: Sequence[int], num_certain: int, root: bytes | None) -> Iterator[ReadTokens]:
-        """Yields what to read of `token_ids`, the preferred choice first.
+    def _read_tokens(self, sequence: DraftSequence, token_ids: Sequence[int], num_certain: int) -> Iterator[ReadTokens]:
+        """Yields what to read of `token_ids`, the tokens of `sequence`, the preferred choice first.
 
-        With `context_tokens`, all tokens are read only if that computes no more of them. The skipped tokens are among
-        the first `num_certain`.
+        All tokens are read instead if that computes no more of them. The skipped tokens are among the first
+        `num_certain`.
         """
-        most = len(token_ids) if self._context_tokens is None else self._context_tokens
-        num_skipped = min(len(token_ids) - most, num_certain) - NUM_SINKS
-        if num_skipped <= 0 or len(token_ids) - self._runner.blocks.num_cached_tokens(token_ids, root) <= most:
-            yield ReadTokens(token_ids)
-        if num_skipped > 0:
+        for num_last in self.contexts(sequence):
+            num_skipped = 0 if num_last is None else min(len(token_ids) - num_last, num_certain) - NUM_SINKS
+            if num_last is None or num_skipped <= 0:
+                yield ReadTokens(token_ids)
+                continue
+            if len(token_ids) - self._runner.blocks.num_cached_tokens(token_ids, self._root(sequence)) <= num_last:
+                yield ReadTokens(token_ids)
             yield ReadTokens(token_ids, num_skipped, NUM_SINKS)
+
+    def _begin_again(self, sequence: DraftSequence, token_ids: Sequence[int], num_certain: int) -> None:
+        """Empties the full cache of `sequence`; the next steps compute the first and last of `token_ids`.
+
+        The skipped tokens are among the first `num_certain`.
+        """
+        cache = self._caches[sequence]
+        self._runner.blocks.free(cache.block_table)
+        num_skipped = min(len(token_ids) - self.num_last_again(sequence), num_certain) - NUM_SINKS
+        tokens = ReadTokens(token_ids, max(0, num_skipped), NUM_SINKS)
+        self._caches[sequence] = Cache(cache.block_table, 0, cache.root, tokens, counts=cache.counts)
+        sequence.num_skipped = max(0, sequence.num_committed - len(tokens))
 
     def _run(self, step: LevelStep) -> torch.Tensor:
         """Returns the logits of `step`, [num_logit_rows, the model's vocabulary]."""

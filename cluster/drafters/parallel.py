@@ -15,6 +15,7 @@ import torch
 from cluster.drafters.base import DraftSequence
 from cluster.drafters.levels import extend_by_levels
 from cluster.drafters.model import LevelStep, ModelDrafter
+from cluster.drafters.read_tokens import ContextTokens
 from cluster.engine.batch import Segment
 from cluster.engine.limits import StepLimits
 from cluster.engine.runner import ModelRunner
@@ -41,7 +42,7 @@ class ParallelDrafter(ModelDrafter):
         mask_token_id: int,
         vocabulary: VocabularyMap | None = None,
         *,
-        context_tokens: int | None = None,
+        context_tokens: ContextTokens = None,
     ) -> None:
         super().__init__(runner, limits, vocabulary=vocabulary, context_tokens=context_tokens)
         self._mask_token_id = mask_token_id

@@ -3,9 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import overload
+from typing import Literal, overload
+
+ContextTokens = int | Literal["auto"] | None
+"The setting `draft.context_tokens`."
 
 NUM_SINKS = 4  # first tokens of a sequence that are always read, because models attend to them from everywhere
+
+
+_FEWEST, _MOST, _FACTOR = 128, 8192, 4
+
+
+def context_choices(num_tokens: int) -> list[int | None]:
+    """Returns the choices of `draft.context_tokens: auto` for a prompt of `num_tokens` tokens, the smallest first.
+
+    None: all tokens. Each other choice skips at least half of them.
+    """
+    choices: list[int | None] = []
+    number = _FEWEST
+    while number <= min(_MOST, num_tokens // 2):
+        choices.append(number)
+        number *= _FACTOR
+    return [*choices, None]
 
 
 class ReadTokens(Sequence[int]):

@@ -15,6 +15,7 @@ import torch
 
 from cluster.drafters.base import DraftSequence
 from cluster.drafters.model import LevelStep, ModelDrafter
+from cluster.drafters.read_tokens import ContextTokens
 from cluster.drafters.translation import MAX_PIECES, DraftText, Translation
 from cluster.engine.batch import Segment
 from cluster.engine.limits import StepLimits
@@ -55,7 +56,12 @@ class TranslatingDrafter(ModelDrafter):
     translates = True
 
     def __init__(
-        self, runner: ModelRunner, limits: StepLimits, vocabulary: VocabularyMap, *, context_tokens: int | None = None
+        self,
+        runner: ModelRunner,
+        limits: StepLimits,
+        vocabulary: VocabularyMap,
+        *,
+        context_tokens: ContextTokens = None,
     ) -> None:
         super().__init__(runner, limits, context_tokens=context_tokens)
         self.vocabulary = vocabulary
@@ -82,7 +88,10 @@ class TranslatingDrafter(ModelDrafter):
         own.text.append(news)
         new_text = translation.token_bytes(news)
         certain = slice(start, own.text.num_certain)
-        if own.drafted.startswith(new_text) and own.token_ids[certain] == own.text.token_ids[certain]:
+        cache = self._caches[sequence]
+        is_full = self.context_tokens is not None and len(cache.tokens) >= self.max_model_len
+        is_as_drafted = own.drafted.startswith(new_text) and own.token_ids[certain] == own.text.token_ids[certain]
+        if is_as_drafted and not is_full:
             own.drafted = own.drafted[len(new_text) :]
             own.num_proposed_bytes = len(translation.token_bytes(sequence.draft_token_ids))
             return
@@ -91,8 +100,10 @@ class TranslatingDrafter(ModelDrafter):
         own.drafted, own.num_proposed_bytes = b"", 0
         num_equal = start + _num_equal(own.token_ids[start:], own.text.token_ids[start:])
         own.token_ids[num_equal:] = own.text.token_ids[num_equal:]
+        if is_full:
+            self._begin_again(sequence, own.token_ids, own.text.num_certain)
+            return
         # The last token is always computed again: its logits are needed.
-        cache = self._caches[sequence]
         num_equal -= cache.tokens.num_skipped
         cache.num_computed_tokens = min(cache.num_computed_tokens, num_equal, len(cache.tokens) - 1)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from cluster.drafters.base import DraftSequence
+from cluster.drafting.context_tuning import ContextUse
 from cluster.drafting.run_ahead import Frontier, RunAhead, runs_ahead, tree_nodes
 from cluster.speculation.drafts import is_chain
 from cluster.speculation.params import SamplingParams
@@ -82,13 +83,25 @@ class Entry:
     sent: Sent = field(default_factory=lambda: Sent())
     frontier: Frontier | None = None  # None: has to be computed
     is_computed: bool = False  # whether the sequence has had drafts, so its prompt is computed
-    is_behind: bool = False  # whether a commit added more tokens than a round can, and no step has followed
+    # Whether a commit added more tokens than a round can, or the drafter began again, and no step has followed.
+    is_behind: bool = False
+    context: ContextUse | None = None  # the choice of `ContextTuning`
 
     def has_proposal(self, max_model_len: int) -> bool:
         """Returns True if the owed proposal is complete, or cannot grow further."""
         if self.lacks is None:
             self.lacks = [] if self.sequence.is_exhausted else self.sequence.missing(max_model_len)
         return not self.lacks
+
+    def tested(self, news: Sequence[int]) -> tuple[int, int]:
+        """Returns how many drafts of the proposal's main path `news` tests, and how many of these the target chose.
+
+        `news`: committed tokens that the sequence does not have yet.
+        """
+        drafts = self.sequence.draft_token_ids[: self.sequence.proposal_depth]
+        pairs = list(zip(drafts, news, strict=False))
+        num_accepted = next((i for i, (draft, token) in enumerate(pairs) if draft != token), len(pairs))
+        return min(num_accepted + 1, len(pairs)), num_accepted
 
     @property
     def runs_ahead(self) -> bool:

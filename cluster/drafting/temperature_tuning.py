@@ -36,11 +36,8 @@ class TemperatureTuning:
         if params.is_greedy:
             return
         news = advance.token_ids[sequence.base - advance.base :]
-        drafts = sequence.draft_token_ids[: sequence.proposal_depth]
-        pairs = list(zip(drafts, news, strict=False))
-        num_accepted = next((i for i, (draft, token) in enumerate(pairs) if draft != token), len(pairs))
         search = self._searches[round(params.temperature, 2)]
-        search.observe(entry.exponent, min(num_accepted + 1, len(pairs)), num_accepted)
+        search.observe(entry.exponent, *entry.tested(news))
         entry.num_rounds += 1
         if entry.num_rounds >= _ROUNDS_A_TEMPERATURE:
             entry.num_rounds, entry.exponent = 0, search.next_exponent()

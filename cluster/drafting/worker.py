@@ -14,6 +14,7 @@ from operator import itemgetter
 
 from cluster.config.speculation import window_of
 from cluster.drafters.base import Drafter
+from cluster.drafting.context_tuning import ContextTuning
 from cluster.drafting.entries import CoordinatorLink, Deliver, Entry, Sent
 from cluster.drafting.run_ahead import MAX_NODES_AHEAD, MAX_SEQUENCES_AHEAD, RunAhead, num_nodes_ahead, runs_ahead
 from cluster.drafting.spelling import Spelling
@@ -56,6 +57,9 @@ class DraftWorker:
         self._clock = clock
         self._prepare_thread = prepare_thread
         self._curve = LearnedCurve(_MAX_STEP_ROWS)  # times of the drafter's steps, by rows
+        self._contexts = None
+        if drafter.context_tokens == "auto":
+            self._contexts = ContextTuning(drafter.max_model_len, drafter.prompt_seconds)
         self._tuning = TemperatureTuning() if tunes_temperature else None
         self._entries: dict[tuple[int, int], Entry] = {}
         self._links: dict[int, CoordinatorLink] = {}
@@ -110,6 +114,8 @@ class DraftWorker:
         yield from self.run_ahead.readings()
         if self._tuning is not None:
             yield from self._tuning.readings()
+        if self._contexts is not None:
+            yield from self._contexts.readings()
         yield from self._spelling.readings()
         yield from self.step_time.readings("outrider_draft_step", "Steps of the drafter")
         what = "Time of the drafter's steps, divided by their rows: due proposals, running ahead, prompts."
@@ -215,6 +221,8 @@ class DraftWorker:
         self._record_step(batch, num_rows, seconds, first_for)
         for entry in batch:
             entry.lacks = None
+            if entry.context is not None:
+                entry.context.num_steps += 1
             if entry.sequence.parents or (entry.sequence.is_exhausted and not entry.sequence.lacks_states):
                 entry.is_computed, entry.is_behind = True, False
         for entry in [entry for entry in batch if entry.sequence in stuck]:
@@ -247,6 +255,9 @@ class DraftWorker:
         if not all(entry.is_computed and not entry.is_behind for entry in batch):
             return  # the step includes a prompt or the tokens of several rounds, so it does not predict a round
         self._curve.observe(num_rows, seconds)
+        if self._contexts is not None:
+            num_read = sum([entry.sequence.num_committed - entry.sequence.num_skipped for entry in batch])
+            self._contexts.observe_step(num_rows, num_read, seconds)
         num_rows = self._drafter.num_step_rows or num_rows
         for number, count in Counter(entry.link for entry in batch).items():
             link = self._links.get(number)
@@ -373,8 +384,13 @@ class DraftWorker:
             return False
         entry = Entry(opening.wire_id, link, sequence, opening.window, sequence.params, opening.takes_parts)
         self._want(entry, opening)
+        if self._contexts is not None:
+            entry.context = self._contexts.choose(len(sequence.token_ids), self._round_seconds)
+            sequence.context_tokens = entry.context.context_tokens
         if not self._drafter.admit(sequence):
             return False
+        if entry.context is not None:
+            entry.context.was_admitted(sequence.num_skipped)
         self._entries[link, opening.wire_id] = entry
         return True
 
@@ -393,12 +409,15 @@ class DraftWorker:
             self._release(entry)
             return False
         advance, num_added = self._spelling.advance(sequence, advance)
+        news = advance.token_ids[sequence.base - advance.base :]
+        if self._contexts is not None and news and sequence.num_owed:
+            self._contexts.observe_outcome(entry.context, sequence.num_owed, *entry.tested(news))
         outcome = None
         if not entry.owes_proposal:
             outcome = self._outcome(entry, advance)
             if self._tuning is not None:
                 self._tuning.learn(entry, advance)
-        num_drafts, num_committed = len(sequence.parents), sequence.num_committed
+        num_drafts, num_committed, num_skipped = len(sequence.parents), sequence.num_committed, sequence.num_skipped
         kept = sequence.commit(advance.base, advance.token_ids, num_added)
         if kept is not None:
             entry.is_behind |= sequence.num_committed - num_committed > sequence.num_owed + 1
@@ -406,6 +425,7 @@ class DraftWorker:
             self._num_kept_drafts += len(kept) - len(sequence.parents)
             self._num_wasted_drafts += num_drafts - len(kept)
             self._drafter.rewind(sequence, kept)
+            entry.is_behind |= sequence.num_skipped != num_skipped
             self._want(entry, advance)
             entry.owes_proposal, entry.lacks = True, None
             if outcome is not None:
@@ -423,6 +443,12 @@ class DraftWorker:
             return None
         return self.run_ahead.observe(sequence, news)
 
+    @property
+    def _round_seconds(self) -> float:
+        """Returns the mean time of a round of the links, over the number of sequences; 0 if unknown."""
+        known = [link.round_seconds for link in tuple(self._links.values()) if link.round_seconds is not None]
+        return sum(known) / len(known) / max(1, len(self._entries)) if known else 0.0
+
     def _want(self, entry: Entry, wanted: Open | Advance) -> None:
         """Applies the number of drafts and the shape that `wanted` requests to further proposals."""
         sequence = entry.sequence
@@ -434,6 +460,8 @@ class DraftWorker:
     def _release(self, entry: Entry) -> None:
         del self._entries[entry.link, entry.wire_id]
         self._num_wasted_drafts += len(entry.sequence.parents)
+        if self._contexts is not None:
+            self._contexts.observe_end(entry.context)
         self._drafter.release(entry.sequence)
 
     def release_all(self) -> None:

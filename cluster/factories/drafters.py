@@ -12,6 +12,7 @@ from cluster.drafters.base import Drafter
 from cluster.drafters.model import ModelDrafter
 from cluster.drafters.ngram import NgramDrafter
 from cluster.drafters.parallel import ParallelDrafter
+from cluster.drafters.read_tokens import NUM_SINKS
 from cluster.drafters.simulated import SimulatedDrafter
 from cluster.drafters.translating import TranslatingDrafter
 from cluster.engine.eagle import load_eagle_head, read_eagle_config
@@ -152,6 +153,11 @@ def model_drafter(config: Config, runner: ModelRunner, vocabulary: VocabularyMap
     """Returns the drafter with the model and cache of `runner`, which was loaded with `vocabulary`."""
     max_model_len = runner.model.config.resolve_max_model_len(config.draft.max_model_len)
     limits, context_tokens = StepLimits.of(config.draft, max_model_len), config.draft.context_tokens
+    if isinstance(context_tokens, int) and NUM_SINKS + context_tokens >= max_model_len:
+        raise ConfigurationError(
+            f"draft.context_tokens {context_tokens}: with the first {NUM_SINKS} tokens of a prompt they fill the "
+            f"draft's context of {max_model_len} tokens: set at most {max_model_len - NUM_SINKS - 1}, or auto"
+        )
     if config.draft.drafter == "parallel":
         mask_token_id = runner.model.config.mask_token_id
         if mask_token_id is None:

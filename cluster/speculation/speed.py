@@ -24,11 +24,11 @@ from cluster.speculation.step_times import StepTimes
 FloatArray = npt.NDArray[np.float64]
 
 
-def expected_tokens(acceptance_rate: float, num_speculative_tokens: int) -> float:
+def expected_tokens(acceptance_rate: float, num_speculative_tokens: float) -> float:
     """Returns E of `num_speculative_tokens` drafts, each accepted independently with `acceptance_rate`."""
     _check_rate(acceptance_rate)
     if acceptance_rate == 1.0:
-        return float(num_speculative_tokens + 1)
+        return num_speculative_tokens + 1.0
     return float((1 - acceptance_rate ** (num_speculative_tokens + 1)) / (1 - acceptance_rate))
 
 

@@ -10,7 +10,7 @@ import pytest
 from cluster.drafters.base import DraftSequence
 from cluster.drafters.model import ModelDrafter
 from cluster.drafters.parallel import ParallelDrafter
-from cluster.drafters.read_tokens import NUM_SINKS, ReadTokens
+from cluster.drafters.read_tokens import NUM_SINKS, ContextTokens, ReadTokens
 from cluster.engine.limits import StepLimits
 from cluster.engine.runner import ModelRunner
 from cluster.speculation.noise import NoiseKey
@@ -36,7 +36,7 @@ def form(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def new_drafter(new_runner: Callable[..., ModelRunner]) -> NewDrafter:
     def make(
-        context_tokens: int | None = None, form: str = "chain", max_model_len: int = 256, num_blocks: int = 96
+        context_tokens: ContextTokens = None, form: str = "chain", max_model_len: int = 256, num_blocks: int = 96
     ) -> ModelDrafter:
         runner, limits = new_runner(BLOCK_SIZE, num_blocks), StepLimits(max_model_len, 8, 24)
         if form == "parallel":
@@ -127,31 +127,40 @@ class TestLongSequences:
         token_ids, _ = draft(drafter, sequence)
         assert token_ids
 
-    @pytest.mark.parametrize("num_others", [0, 1, 2])
+    @pytest.mark.parametrize(("few", "num_last"), [(FEW, FEW), (24, 16)])
     def test_when_its_context_is_full_the_model_begins_again(
-        self, num_others: int, form: str, new_drafter: NewDrafter
+        self, few: int, num_last: int, form: str, new_drafter: NewDrafter
     ) -> None:
-        """If no blocks are free for that, there are no drafts until there are."""
+        """It reads at most half of its context, so that it does not soon begin again. Its own blocks suffice."""
         max_model_len = 32
-        drafter, sequence = new_drafter(FEW, form, max_model_len), new_sequence(form=form)
+        drafter, sequence = new_drafter(few, form, max_model_len), new_sequence(form=form)
         assert drafter.admit(sequence)
         while sequence.room(max_model_len) > 1:
             advance(drafter, sequence, draft(drafter, sequence)[0][:1])
         draft(drafter, sequence)
         blocks = drafter._runner.blocks
-        others = blocks.allocate(blocks.num_available_blocks) if num_others else None
-        advance(drafter, sequence, [5] * num_others or [5])
-        if others is not None:
-            assert draft(drafter, sequence) == ([], [])
-            blocks.free(others)
-            advance(drafter, sequence, [6])
-        assert sequence.num_skipped == sequence.num_committed - NUM_READ
-        fresh_drafter, fresh = new_drafter(FEW, form, max_model_len), new_sequence(sequence.token_ids, form)
+        others = blocks.allocate(blocks.num_available_blocks)
+        assert others is not None
+        advance(drafter, sequence, [5])
+        assert sequence.num_skipped == sequence.num_committed - NUM_SINKS - num_last
+        fresh_drafter, fresh = new_drafter(num_last, form, max_model_len), new_sequence(sequence.token_ids, form)
         assert fresh_drafter.admit(fresh)
-        proposal = draft(fresh_drafter, fresh)
-        assert draft(drafter, sequence) == proposal != ([], [])
+        assert draft(drafter, sequence) == draft(fresh_drafter, fresh) != ([], [])
+        blocks.free(others)
         drafter.release(sequence)
         assert drafter.num_used_blocks == 0
+
+    def test_a_sequence_without_room_to_begin_again_is_released(self, new_drafter: NewDrafter) -> None:
+        """Other sequences may hold the blocks of its beginning, which do not become free then."""
+        drafter, sequence = new_drafter(FEW, max_model_len=32), new_sequence()
+        assert drafter.admit(sequence)
+        before = sequence.num_skipped
+        while sequence.num_skipped == before:
+            advance(drafter, sequence, [5])
+        blocks = drafter._runner.blocks
+        assert blocks.allocate(blocks.num_available_blocks) is not None
+        assert drafter.draft([sequence]) == [sequence]
+        drafter.release(sequence)
 
     def test_a_prompt_takes_the_blocks_of_what_is_read(self, new_drafter: NewDrafter) -> None:
         drafter, sequence = new_drafter(FEW), new_sequence()
@@ -159,6 +168,42 @@ class TestLongSequences:
         assert drafter.num_used_blocks == -(-(NUM_READ + sequence.window) // BLOCK_SIZE)
         assert drafter.max_tokens_read == NUM_READ
         assert new_drafter().max_tokens_read is None
+
+
+class TestAuto:
+    """The worker chooses how many tokens each sequence reads."""
+
+    LONG = random.Random(1).choices(range(1, 512), k=600)
+
+    @pytest.mark.parametrize("context_tokens", [128, 256, None])
+    def test_a_sequence_has_the_drafts_of_its_choice(
+        self, context_tokens: int | None, form: str, new_drafter: NewDrafter
+    ) -> None:
+        drafters = [new_drafter("auto", form, 1024, 200), new_drafter(context_tokens, form, 1024, 200)]
+        sequences = [new_sequence(self.LONG, form) for _ in drafters]
+        sequences[0].context_tokens = context_tokens
+        assert all(drafter.admit(sequence) for drafter, sequence in zip(drafters, sequences, strict=True))
+        assert sequences[0].num_skipped == (0 if context_tokens is None else 600 - NUM_SINKS - context_tokens)
+        same_rounds(drafters, sequences)
+
+    @pytest.mark.parametrize(("max_model_len", "num_blocks"), [(512, 200), (1024, 100)])
+    def test_without_room_fewer_tokens_are_read(
+        self, max_model_len: int, num_blocks: int, form: str, new_drafter: NewDrafter
+    ) -> None:
+        drafter, sequence = new_drafter("auto", form, max_model_len, num_blocks), new_sequence(self.LONG, form)
+        assert drafter.admit(sequence)
+        assert sequence.num_skipped == 600 - NUM_SINKS - 128
+        assert drafter.max_tokens_read == NUM_SINKS + 128
+
+    def test_a_full_context_begins_again(self, form: str, new_drafter: NewDrafter) -> None:
+        drafter, sequence = new_drafter("auto", form, 64), new_sequence(form=form)
+        assert drafter.admit(sequence)
+        while not sequence.num_skipped:
+            advance(drafter, sequence, [5])
+        assert sequence.num_committed - sequence.num_skipped == NUM_SINKS + 32
+        fresh_drafter, fresh = new_drafter(32, form, 64), new_sequence(sequence.token_ids, form)
+        assert fresh_drafter.admit(fresh)
+        assert draft(drafter, sequence) == draft(fresh_drafter, fresh) != ([], [])
 
 
 def cache_conversation(drafter: ModelDrafter) -> None:

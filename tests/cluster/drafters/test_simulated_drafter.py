@@ -87,6 +87,38 @@ def test_it_reads_only_the_end_of_a_long_prompt():
     assert rows == [64, 40]
 
 
+def test_a_full_context_begins_again_with_the_end():
+    config = SimulationConfig(draft_step_ms=((1, 0.0),))
+    drafter = SimulatedDrafter(config, VOCAB_SIZE, StepLimits(256, 4, 64), VirtualTime(), context_tokens=100)
+    sequence = new_sequence(prompt_len=1000)
+    assert drafter.admit(sequence)
+    assert sequence.room(256) == 256 - 104
+    news = [1] * (256 - 104)
+    drafter.rewind(sequence, sequence.commit(sequence.base, news) or [])
+    assert sequence.num_committed - sequence.num_skipped == 104
+
+
+def test_without_room_in_its_context_auto_reads_less():
+    config = SimulationConfig(draft_step_ms=((1, 0.0),))
+    drafter = SimulatedDrafter(config, VOCAB_SIZE, StepLimits(256, 4, 64), VirtualTime(), context_tokens="auto")
+    sequence = new_sequence(prompt_len=3000)
+    assert drafter.admit(sequence)
+    assert sequence.num_committed - sequence.num_skipped == 132
+
+
+@pytest.mark.parametrize(("prompt_len", "ms"), [(1, 2.0), (1000, 2.5), (3000, 3.5)])
+def test_tokens_read_take_time(prompt_len: int, ms: float):
+    config = SimulationConfig(draft_step_ms=((1, 2.0),), draft_context_ms=(0.5, 0.2))
+    clock = VirtualTime()
+    drafter = SimulatedDrafter(config, VOCAB_SIZE, StepLimits(4096, 4, 4096), clock)
+    sequence = new_sequence(prompt_len=prompt_len)
+    assert drafter.admit(sequence)
+    drafter.draft([sequence])
+    before = clock.now()
+    drafter.draft([sequence])
+    assert clock.now() - before == pytest.approx(ms / 1e3, abs=1e-6)
+
+
 def test_there_is_room_for_so_many_sequences():
     drafter, sequences = new_drafter(max_num_seqs=2), [new_sequence(seed) for seed in range(3)]
     assert [drafter.admit(sequence) for sequence in sequences] == [True, True, False]

@@ -88,6 +88,21 @@ def test_few_tokens_are_read(context_tokens: int, draft: Path, text: list[int]) 
     assert cache.tokens.num_skipped > 0
 
 
+def test_a_full_context_begins_again(draft: Path, text: list[int]) -> None:
+    params, settings, max_model_len = SamplingParams(temperature=1.0), "draft.context_tokens=9", 32
+    worker = Worker(draft, TARGET, settings, f"draft.max_model_len={max_model_len}")
+    worker.open(text[:20], params)
+    (cache,) = worker.drafter._caches.values()
+    for base in range(20, len(text) - 1):
+        proposal = worker.advance(base, text[base : base + 1])
+        before, (cache,) = cache, worker.drafter._caches.values()
+        if before is not cache:
+            fresh = Worker(draft, TARGET, settings).open(text[: base + 1], params, num_generated=base - 19)
+            assert proposal == fresh
+            break
+    assert before is not cache
+
+
 def test_accepted_drafts_are_kept(draft: Path, text: list[int]) -> None:
     worker = Worker(draft)
     first = worker.open(text[:8], SamplingParams(temperature=0.0), window=4 * K).token_ids
