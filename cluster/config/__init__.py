@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -186,23 +186,30 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _context_tokens_can_work(self) -> Config:
-        if self.draft.context_tokens is None or not self.has_drafter:
-            return self
-        setting, drafter = f"draft.context_tokens {self.draft.context_tokens}", self.draft.drafter
+        why = self._why_all_tokens_are_read() if isinstance(self.draft.context_tokens, int) else None
+        if why is not None and self.has_drafter:
+            raise ValueError(f"draft.context_tokens {self.draft.context_tokens}: {why}, or set it to auto")
+        return self
+
+    def _why_all_tokens_are_read(self) -> str | None:
+        """Returns why the draft must read all tokens of a prompt, and the remedy; None if it may read fewer."""
+        drafter = self.draft.drafter
         if self.drafts_in_vllm or drafter not in ("model", "parallel", "self-int4", "simulated"):
             which = "vLLM's draft" if self.drafts_in_vllm else f"draft.drafter {drafter}"
-            raise ValueError(f"{setting}: {which} reads all tokens: leave draft.context_tokens out")
+            return f"{which} reads all tokens: leave draft.context_tokens out"
         if self.speculation.acceptance == "rejection":
-            raise ValueError(
-                f"{setting}: acceptance rejection computes the draft's probabilities from all tokens: set acceptance "
-                "coupled, or leave draft.context_tokens out"
-            )
+            return "acceptance rejection computes the draft's probabilities from all tokens: set acceptance coupled"
         if self.drafts_in_process and self.draft.in_process_threads == "device":
-            raise ValueError(
-                f"{setting}: with in_process_threads device the draft has the target's block tables: set "
-                "draft.in_process_threads auto, or leave draft.context_tokens out"
+            return (
+                "with in_process_threads device the draft has the target's block tables: set draft.in_process_threads "
+                "auto"
             )
-        return self
+        return None
+
+    @property
+    def context_tokens(self) -> int | Literal["auto"] | None:
+        """`draft.context_tokens`; None where auto means all tokens."""
+        return None if self._why_all_tokens_are_read() else self.draft.context_tokens
 
     @model_validator(mode="after")
     def _vllm_settings_need_vllm(self) -> Config:

@@ -223,11 +223,11 @@ class DraftConfig(WorkerConfig):
         "by itself, see `speculative_config`; simulated: for a simulated target",
     )
     context_tokens: PositiveInt | Literal["auto"] | None = Field(
-        None,
+        "auto",
         description="tokens at the end of a prompt that the draft model reads, after the first four; null: all tokens; "
         "auto: each draft worker finds the number by the prompt's length. A long prompt then takes the draft's time "
         "and KV cache of a short one, and no token of an answer changes (`docs/MODELS.md`). For drafter model, "
-        "parallel and self-int4",
+        "parallel and self-int4; with others, acceptance rejection and in_process_threads device, auto means all",
     )
     speculative_config: dict[str, Any] = Field(
         {},

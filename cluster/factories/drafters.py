@@ -152,7 +152,7 @@ def load_heads(config: Config, target: LoadedModel) -> DecoderHead | MedusaHeads
 def model_drafter(config: Config, runner: ModelRunner, vocabulary: VocabularyMap | None = None) -> Drafter:
     """Returns the drafter with the model and cache of `runner`, which was loaded with `vocabulary`."""
     max_model_len = runner.model.config.resolve_max_model_len(config.draft.max_model_len)
-    limits, context_tokens = StepLimits.of(config.draft, max_model_len), config.draft.context_tokens
+    limits, context_tokens = StepLimits.of(config.draft, max_model_len), config.context_tokens
     if isinstance(context_tokens, int) and NUM_SINKS + context_tokens >= max_model_len:
         raise ConfigurationError(
             f"draft.context_tokens {context_tokens}: with the first {NUM_SINKS} tokens of a prompt they fill the "
@@ -211,7 +211,7 @@ def _simulated(config: Config, progress: Progress | None, vocabulary: Vocabulary
     max_model_len = draft.max_model_len or config.target.max_model_len or model.max_position_embeddings
     vocab_size = config.simulation.vocab_size or model.vocab_size
     limits = StepLimits.of(draft, max_model_len)
-    return SimulatedDrafter(config.simulation, vocab_size, limits, context_tokens=draft.context_tokens)
+    return SimulatedDrafter(config.simulation, vocab_size, limits, context_tokens=config.context_tokens)
 
 
 _DRAFTERS: dict[DrafterName, Callable[[Config, Progress | None, VocabularyMap | None], Drafter]] = {

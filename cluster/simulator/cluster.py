@@ -121,7 +121,7 @@ class SimulatedCluster:
             VOCAB_SIZE,
             limits,
             time,
-            config.draft.context_tokens,
+            config.context_tokens,
             drafted=drafted,
             overheads=overheads,
         )

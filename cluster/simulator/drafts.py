@@ -69,7 +69,7 @@ class VirtualDraft:
         self.links: list[VirtualLink] = []
         self._stepped_at = 0.0
         self._limits = draft_limits(config)
-        self._context_tokens = config.draft.context_tokens
+        self._context_tokens = config.context_tokens
         self._branches = config.speculation.num_run_ahead_branches
         self._inbox: deque[tuple[float, int, SpeculateRequest]] = deque()  # in order of arrival
         self._new_worker()

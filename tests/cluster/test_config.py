@@ -300,6 +300,15 @@ def test_drafters_that_read_all_tokens_take_no_context_tokens(settings: list[str
     with pytest.raises(ConfigurationError, match=message):
         load_config(None, ["draft.context_tokens=256", *settings])
     load_config(None, ["draft.context_tokens=256", "speculation.num_speculative_tokens=0", *settings[:1]])
+    assert load_config(None, settings).context_tokens is None
+    assert load_config(None, ["draft.context_tokens=auto", *settings]).context_tokens is None
+
+
+@pytest.mark.parametrize("drafter", ["model", "self-int4", "simulated"])
+def test_other_drafters_find_how_many_tokens_to_read(drafter: str) -> None:
+    settings = [f"draft.drafter={drafter}", f"target.engine={'simulated' if drafter == 'simulated' else 'torch'}"]
+    assert load_config(None, settings).context_tokens == "auto"
+    assert load_config(None, [*settings, "draft.context_tokens=null"]).context_tokens is None
 
 
 @pytest.mark.parametrize("drafter", READ_STATES)
