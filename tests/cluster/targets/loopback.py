@@ -79,6 +79,7 @@ class LoopbackTarget:
         rejection: RejectionSampler | None = None,
         pool: LinkPool | None = None,
         launches_ahead: bool = False,
+        max_model_len: int = 256,
         **settings: Any,
     ) -> None:
         """`pool`: takes the place of one that is linked to `addresses`."""
@@ -88,7 +89,7 @@ class LoopbackTarget:
         self.target = TorchTarget(
             "tiny",
             runner,
-            StepLimits(max_model_len=256, max_num_seqs=max_num_seqs, max_num_batched_tokens=24),
+            StepLimits(max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=24),
             pool or DraftPool(FINGERPRINT),
             speculation,
             rejection,

@@ -13,17 +13,19 @@ from cluster.config.speculation import SpeculationConfig
 from cluster.coordination.base import LinkState
 from cluster.drafters.base import DraftSequence
 from cluster.drafters.model import ModelDrafter
+from cluster.drafters.read_tokens import ContextTokens
 from cluster.engine.limits import StepLimits
 from cluster.engine.runner import ModelRunner
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
+from cluster.targets.base import GenerationRequest
 from cluster.targets.in_process import InProcessPool
 from cluster.wire.messages import Advance, Open, SpeculateReply, SpeculateRequest
 from tests.background_loop import BackgroundLoop
 from tests.waiting import wait_until
 
 from .loopback import OTHER_SEED, TARGET_SEED, LoopbackTarget
-from .requests import acceptance, mixed_requests, new_request
+from .requests import MIXED, acceptance, mixed_requests, new_request
 
 SHARED, OWN = None, 1  # threads
 NewRunner = Callable[..., ModelRunner]
@@ -57,17 +59,18 @@ class Drafted:
         target: ModelRunner,
         draft: ModelRunner,
         num_threads: int | None,
-        context_tokens: int | None = None,
+        context_tokens: ContextTokens = None,
+        max_model_len: int = 256,
         **settings: object,
     ) -> None:
         if num_threads is SHARED:
             settings = {"max_run_ahead": 0} | settings
-        limits = StepLimits(max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64)
+        limits = StepLimits(max_model_len, max_num_seqs=8, max_num_batched_tokens=64)
         self.drafter = FragileDrafter(draft, limits, context_tokens=context_tokens)
         self.pool = InProcessPool(
             self.drafter, "tiny", SpeculationConfig(**settings), num_threads, has_own_thread=num_threads is OWN
         )
-        self.target = LoopbackTarget(loop, target, [], pool=self.pool, **settings)
+        self.target = LoopbackTarget(loop, target, [], pool=self.pool, max_model_len=max_model_len, **settings)
 
     def assert_idle(self) -> None:
         self.target.assert_idle()
@@ -156,6 +159,22 @@ class TestSameTokens:
         assert drafted.target.generate(requests) == list(expected.values())
         num_drafted, num_accepted = acceptance(drafted.target, requests)
         assert 0 < num_accepted < num_drafted
+        drafted.assert_idle()
+
+    def test_with_a_drafter_that_finds_how_much_to_read(
+        self, num_threads: int | None, new_drafted: Callable[..., Drafted]
+    ) -> None:
+        """Of the prompts, which are longer than 256 tokens, some are read whole."""
+
+        def requests(k: int) -> list[GenerationRequest]:
+            return [new_request(MIXED[seed][0], 257 + seed, 24, seed=seed, k=k) for seed in range(len(MIXED))]
+
+        drafted = new_drafted(num_threads, context_tokens="auto", max_model_len=320)
+        plain = drafted.target.generate(requests(0))
+        with_drafts = requests(4)
+        assert drafted.target.generate(with_drafts) == plain
+        num_drafted, num_accepted = acceptance(drafted.target, with_drafts)
+        assert 0 < num_accepted <= num_drafted
         drafted.assert_idle()
 
     def test_when_every_proposal_is_late(
