@@ -96,13 +96,14 @@ class Waits:
         """Returns True if waiting should not reduce the committed tokens per second.
 
         A step now would use the drafts of `awaited` that have arrived. Returns True without a prediction if nothing is
-        measured, or if all sequences are awaited and all their requests set a number of drafts.
+        measured, if all sequences are awaited and all their requests set a number of drafts, or if depths are fixed and
+        drafters do not run ahead.
 
         If drafters run ahead, only a share `LOST_SHARE` of the tokens that the wait adds counts, because the next step
         can use drafts that arrive while this step runs.
         """
         steps = self._planner.steps
-        if not (self._planner.measures and steps.is_known):
+        if not (steps.is_known and (self._planner.measures or self._planner.runs_ahead)):
             return True
         if len(awaited) == len(decoding) and all(s.num_speculative_tokens for s in decoding):
             return True  # every request has its own number of drafts, and none has its proposal

@@ -15,6 +15,9 @@ from cluster.planning.steps import ASSUMED, Efficiency, NoSteps, Roofline
 
 # Published: a 7B draft of a 70B target has an acceptance of 0.78 in FP16 and 0.724 in INT4.
 INT4_ACCEPTANCE_SHARE = 0.724 / 0.78
+# Assumed of a draft on a device of its own: with `draft.context_tokens: auto` it reads the last tokens of a prompt, and
+# how many depends on the texts.
+DRAFT_CONTEXT_TOKENS = 512
 NGRAM_ACCEPTANCE = 0.3  # published: 0.20 to 0.40
 # Time of one sequence for transport and for coordination that target or draft waits for: `bench.coordination`, 2 cores
 # of Zen 5.
@@ -123,7 +126,7 @@ def _apart(
         measured = request.int4_acceptance_rate
         rate = rate * INT4_ACCEPTANCE_SHARE if measured is None else measured
     steps = step_predictor(draft, request.draft_gpus, request.efficiency)
-    drafting = Drafting(steps, rate, round_trip, RUN_AHEAD_HIDES)
+    drafting = Drafting(steps, rate, round_trip, RUN_AHEAD_HIDES, context_tokens=DRAFT_CONTEXT_TOKENS)
     option = _on_own_device(request, alone, name, draft, drafting, request.draft_gpus)
     return replace(option, draft_dollars_per_hour=request.draft_gpus.dollars_per_hour)
 
@@ -136,7 +139,10 @@ def _on_host_cpu(request: ClusterRequest, alone: Option, draft: PlannedModel) ->
     """
     draft = draft if draft.dtype in ("int8", "int4") else replace(draft, dtype="int8")
     steps = Roofline(draft.with_wide_head(), request.host_cpu, request.efficiency)
-    drafting = Drafting(steps, request.acceptance_rate, request.sidecar_round_trip_seconds, RUN_AHEAD_HIDES)
+    round_trip = request.sidecar_round_trip_seconds
+    drafting = Drafting(
+        steps, request.acceptance_rate, round_trip, RUN_AHEAD_HIDES, context_tokens=DRAFT_CONTEXT_TOKENS
+    )
     return _on_own_device(request, alone, f"host-cpu, {draft.dtype.upper()} draft", draft, drafting, request.host_cpu)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from cluster.planning.options import DRAFT_CONTEXT_TOKENS
 from cluster.planning.prediction import Plan
 from cluster.planning.round_costs import RUN_AHEAD_HIDES
 from cluster.planning.steps import Efficiency
@@ -68,6 +69,10 @@ def notes(
             "the same rate at every position, for all texts and drafts, including heads and drafts in INT8;",
             "a draft with one pass per proposal has to be trained for it (`outrider distill --drafter parallel`)",
         ],
+        "prompts": [
+            f"a draft on a device of its own reads the last {DRAFT_CONTEXT_TOKENS} tokens at most "
+            "(draft.context_tokens: auto)"
+        ],
         "p99": [
             "first token: the rest of the running step, then that of its prompt and of those that came with it;",
             "between tokens: over answers, of an answer's mean: rounds by renewal theory, taken as normal;",
@@ -84,7 +89,7 @@ def notes(
     if is_measured:
         formulae["round"] = ["K draft steps + round trip + verify step of K + 1 rows a sequence"]
         formulae["step"] = ["measured on this machine, by rows; target and draft share its cores: nothing overlaps"]
-        for name in ("hardware", "a pool"):
+        for name in ("hardware", "a pool", "prompts"):
             del assumed[name]
         del formulae["pool"]
     return f"formula\n{_listed(formulae)}\nassumption\n{_listed(assumed)}"

@@ -20,7 +20,9 @@ SETTINGS = (
     "simulation.target_step_ms=[[1, 20]]",
     "target.max_model_len=100000",
     "placement.zone=a",
-    "speculation.controller=fixed",  # drafts for all, whether or not that pays by the times that are measured here
+    # Drafts for all, whether or not that pays by the times that are measured here.
+    "speculation.controller=fixed",
+    "speculation.max_run_ahead=0",
     "speculation.draft_timeout_ms=60000",
 )
 RIGHT, WRONG = ("a", "a", "b", "b"), ("b", "b", "a", "a")

@@ -102,3 +102,10 @@ def test_requests_that_asked_for_drafts_wait_until_one_has_them() -> None:
 def test_a_fixed_depth_waits_for_all() -> None:
     awaited = sequences(2)
     assert waits(0.0, "fixed").pays([*sequences(2, 4), *awaited], awaited, 10 * STEP_S)
+
+
+def test_a_fixed_depth_waits_only_if_it_pays_where_drafters_run_ahead() -> None:
+    awaited = sequences(2)
+    both = [*sequences(2, 4), *awaited]
+    assert waits(0.0, "fixed", runs_ahead=True).pays(both, awaited, 0.2 * STEP_S)
+    assert not waits(0.0, "fixed", runs_ahead=True).pays(both, awaited, 0.3 * STEP_S)

@@ -50,7 +50,8 @@ def test_same_tokens_with_and_without_speculation(settings: Sequence[str]) -> No
 
 def test_acceptance_is_as_configured() -> None:
     """Fails by chance once in 15,000 times: four standard deviations."""
-    with cluster("simulation.acceptance=0.6", "speculation.controller=fixed") as running:
+    # A fixed depth waits for every proposal if drafters do not run ahead.
+    with cluster("simulation.acceptance=0.6", "speculation.controller=fixed", "speculation.max_run_ahead=0") as running:
         answers = generate(running, [4] * 8, max_tokens=800).values()
     accepted = sum(answer.num_accepted_tokens for answer in answers)
     expected = 0.6 * (1 - 0.6**4) / (1 - 0.6)  # drafts accepted in a round of 4
