@@ -27,7 +27,7 @@ Run = Sequence[str]
 
 # Characters without a meaning, which serve as stand-ins; those with the shortest JSON escapes come first.
 _PRIVATE_USE = (*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE), *range(0x100000, 0x10FFFE))
-_PIECE = 2**16  # characters of a text to look at in one call, which keeps the event loop waiting for a millisecond
+_PIECE = 2**13  # characters of a text to look at in one call, which keeps the event loop waiting for up to 2 ms
 _ESCAPES = re.compile(r"\\u[0-9a-f]{4}")  # in JSON; characters beyond 0xFFFF have two
 
 

@@ -164,7 +164,7 @@ class TestSameTokens:
     def test_with_a_drafter_that_finds_how_much_to_read(
         self, num_threads: int | None, new_drafted: Callable[..., Drafted]
     ) -> None:
-        """Of the prompts, which are longer than 256 tokens, some are read whole."""
+        """Some prompts are read whole, although all are longer than 256 tokens."""
 
         def requests(k: int) -> list[GenerationRequest]:
             return [new_request(MIXED[seed][0], 257 + seed, 24, seed=seed, k=k) for seed in range(len(MIXED))]
