@@ -95,7 +95,8 @@ class RayNodes:
         self._redis = _Redis() if has_redis else None
         if self._redis is not None:
             head["external_addresses"] = [self._redis.address]
-        self._cluster = Cluster(initialize_head=True, head_node_args=head)
+        with _patience():
+            self._cluster = Cluster(initialize_head=True, head_node_args=head)
         self._nodes: dict[str, Any] = {}
         self.kinds: dict[str, str] = {}  # by host
         try:

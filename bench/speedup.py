@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.result import describe_machine, write_result
-from bench.workload import Run, held_out_prompts, read_counters, run_streams, run_window, write_keys
+from bench.workload import Run, held_out_prompts, read_counters, run_streams, run_window
 from cluster.config import Config
 from cluster.config.file import load_config
 from services.launch.local import LocalCluster
@@ -156,11 +155,8 @@ def parse_depths(text: str) -> list[int | None]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
-    folder = tempfile.TemporaryDirectory()
-    file, arguments.keys = write_keys(Path(folder.name), [f"owner{number}" for number in range(arguments.keys)])
-    keys = [f"router.api_keys_file={file}"] if arguments.keys else []
-    config = load_config(arguments.config, [*MEASURED, *keys, *arguments.overrides])
-    with folder, LocalCluster(without_speculation(config)) as plain, LocalCluster(config) as speculative:
+    config = load_config(arguments.config, [*MEASURED, *arguments.overrides])
+    with LocalCluster(without_speculation(config)) as plain, LocalCluster(config) as speculative:
         for cluster in (plain, speculative):
             cluster.wait_ready(READY_TIMEOUT_SECONDS)
         points = []
@@ -209,8 +205,8 @@ def measure(
     prompts = held_out_prompts(num_prompts, seed=num_streams, model=model)
 
     def run(cluster: LocalCluster, depth: int | None, prompts: list[list[int]]) -> Run:
-        in_window = partial(run_window, seconds=arguments.seconds, keys=arguments.keys)
-        return (run_streams if arguments.seconds is None else in_window)(
+        run = run_streams if arguments.seconds is None else partial(run_window, seconds=arguments.seconds)
+        return run(
             cluster.url,
             prompts,
             num_streams=num_streams,
@@ -298,7 +294,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--prompts", type=int, default=8, help="prompts of a repeat (at least one a stream)")
     parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--keys", type=int, default=0, help="API keys that the streams use in turn, with --seconds")
     parser.add_argument(
         "--seconds",
         type=float,

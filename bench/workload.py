@@ -90,22 +90,20 @@ def run_window(
     num_speculative_tokens: int | None,
     max_tokens: int,
     seconds: float,
-    keys: Sequence[str] = (),
 ) -> Run:
     """Counts the tokens of `seconds` while `num_streams` streams are busy, each with one prompt after another.
 
-    If streams get out of step, the last ones of a burst run alone. Here that does not happen. `keys`: used in turn.
+    If streams get out of step, the last ones of a burst run alone. Here that does not happen.
     """
     is_over = threading.Event()
     under_way = threading.Semaphore(0)  # counts the streams that have had their first tokens
 
     def stream(first: int) -> None:
         number, has_begun = first, False
-        headers = {"authorization": f"Bearer {keys[first % len(keys)]}"} if keys else {}
         while not is_over.is_set():
             prompt = prompts[number % len(prompts)]
             body = _body(prompt, number, temperature, num_speculative_tokens, max_tokens)
-            with client.stream("POST", "/v1/completions", json=body | {"stream": True}, headers=headers) as response:
+            with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
                 response.raise_for_status()
                 for _ in response.iter_lines():
                     if is_over.is_set():

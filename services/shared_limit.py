@@ -22,8 +22,10 @@ class SharedLimit:
 
     def has_room(self, owner: str | bytes | None, amount: int) -> bool:
         """Returns whether `owner` may take `amount` more."""
-        rest = self.limit - self.held
-        return amount <= rest and (not owner or self._held_by[owner] + amount <= _TIMES_THE_REST * rest)
+        rest = self.limit - self.held - amount
+        if not owner or not self.held:
+            return rest >= 0
+        return rest >= 0 and self._held_by[owner] + amount <= _TIMES_THE_REST * rest
 
     def take(self, owner: str | bytes | None, amount: int) -> None:
         self.held += amount

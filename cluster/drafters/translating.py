@@ -89,7 +89,8 @@ class TranslatingDrafter(ModelDrafter):
         new_text = translation.token_bytes(news)
         certain = slice(start, own.text.num_certain)
         cache = self._caches[sequence]
-        is_full = self.context_tokens is not None and len(cache.tokens) >= self.max_model_len
+        has_no_room = len(cache.tokens) >= self.max_model_len or sequence.room(self.max_model_len) <= 0
+        is_full = self.context_tokens is not None and has_no_room
         is_as_drafted = own.drafted.startswith(new_text) and own.token_ids[certain] == own.text.token_ids[certain]
         if is_as_drafted and not is_full:
             own.drafted = own.drafted[len(new_text) :]

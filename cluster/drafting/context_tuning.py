@@ -42,11 +42,11 @@ class ContextUse:
     num_drafts: int = 0  # drafts that these rounds asked for
     num_steps: int = 0  # steps of the drafter with the sequence
 
-    def was_admitted(self, num_skipped: int) -> None:
+    def was_admitted(self, num_tokens: int, num_skipped: int) -> None:
         """Records what the drafter reads: all tokens if these were cached, or fewer than chosen without room."""
-        if not num_skipped:
+        if num_skipped <= 0:
             self.context_tokens = None
-        elif self.context_tokens is None:
+        elif self.context_tokens is None or num_tokens - num_skipped < self.context_tokens:
             self.is_chosen = False
 
 

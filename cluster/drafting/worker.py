@@ -390,7 +390,7 @@ class DraftWorker:
         if not self._drafter.admit(sequence):
             return False
         if entry.context is not None:
-            entry.context.was_admitted(sequence.num_skipped)
+            entry.context.was_admitted(len(sequence.token_ids), sequence.num_skipped)
         self._entries[link, opening.wire_id] = entry
         return True
 

@@ -113,11 +113,12 @@ class FairQueue(Generic[T]):
                 heapq.heapreplace(heads, (order(following), following, queue))
 
     def who_yield(self, running: Sequence[T], is_enough: Callable[[Sequence[T]], bool]) -> Sequence[T]:
-        """Returns the running sequences that give their room to the first one that waits: as many as are enough.
+        """Returns the running sequences that give their room to the first one that waits: as few as are enough.
 
-        Returns none if those that may yield are not enough. An owner that yields keeps at least as much as the other
-        one then has. The present share of the other one counts twice for this, so that equal owners do not take places
-        from each other in turn. Of an owner's sequences those yield first that have been preempted least.
+        `is_enough` stays true if further sequences yield. Returns none if all that may yield are not enough. An owner
+        that yields keeps at least as much as the other one then has. The present share of the other one counts twice
+        for this, so that equal owners do not take places from each other in turn. Of an owner's sequences those yield
+        first that have been preempted least.
         """
         if not self._queues:
             return ()
@@ -127,19 +128,23 @@ class FairQueue(Generic[T]):
             for sequence in running
             if self._owner_of(sequence) != first.owner and self.urgency(sequence) >= self.urgency(first.sequence)
         ]
-        if not others:  # the usual case
-            return ()
-        shares, yielding = self._shares(running), list[T]()
+        shares, may_yield = self._shares(running), list[T]()
         least_kept = 2 * shares[first.owner] + self._share(first.sequence)
         for sequence in self._from_last(others, lambda sequence: -sequence.num_preemptions):
             owner = self._owner_of(sequence)
             kept = shares[owner] - self._share(sequence)
             if kept >= least_kept:
                 shares[owner] = kept
-                yielding.append(sequence)
-                if is_enough(yielding):
-                    return yielding
-        return ()
+                may_yield.append(sequence)
+        if not may_yield or not is_enough(may_yield):
+            return ()
+        numbers = range(1, len(may_yield))
+        yielding = may_yield[: 1 + bisect.bisect_left(numbers, True, key=lambda n: is_enough(may_yield[:n]))]
+        for sequence in yielding[:-1]:  # without the last one the others are not enough
+            others = [other for other in yielding if other is not sequence]
+            if is_enough(others):
+                yielding = others
+        return yielding
 
     def from_last(self, running: Sequence[T]) -> Iterator[T]:
         """Yields `running` in the order in which they are preempted if there is no room for all of them to grow.
@@ -159,12 +164,16 @@ class FairQueue(Generic[T]):
             shares[group] += self._share(sequence)
         for of_group in own.values():
             of_group.sort()
-        while own:
-            group = max(own, key=lambda group: (group[0], shares[group]))
+        heads = [(-group[0], -shares[group], number, group) for number, group in enumerate(own)]
+        heapq.heapify(heads)
+        while heads:
+            urgency, _, number, group = heads[0]
             *_, index = own[group].pop()
             shares[group] -= self._share(running[index])
-            if not own[group]:
-                del own[group]
+            if own[group]:
+                heapq.heapreplace(heads, (urgency, -shares[group], number, group))
+            else:
+                heapq.heappop(heads)
             yield running[index]
 
     def urgency(self, sequence: T) -> int:

@@ -158,8 +158,11 @@ class Scheduler(Generic[SequenceT]):
 
         def is_enough(yielding: Collection[SequenceT]) -> bool:
             num_running = len(self.running) - len(yielding)
-            num_available = self._blocks.num_available_for(prefix(), [s.block_table for s in yielding])
-            return num_running < self._limits.max_num_seqs and num_blocks + self._reserve(num_running) <= num_available
+            if num_running >= self._limits.max_num_seqs:
+                return False
+            given_back, num_needed = [s.block_table for s in yielding], num_blocks + self._reserve(num_running)
+            num_available = self._blocks.num_available_for((), given_back)
+            return num_needed <= num_available or num_needed <= self._blocks.num_available_for(prefix(), given_back)
 
         return is_enough
 

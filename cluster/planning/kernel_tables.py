@@ -83,7 +83,11 @@ class TabledSteps:
     def of(cls, model: PlannedModel, gpus: GpuGroup, efficiency: Efficiency) -> TabledSteps | None:
         """Returns None if there are no tables of the model's dtype on these GPUs."""
         folder, shape = tables_folder(gpus.gpu.name), model.steps
-        if folder is None or shape is None or model.dtype not in _DTYPES or gpus.count not in _GPU_COUNTS:
+        if folder is None or shape is None or model.dtype not in _DTYPES:
+            return None
+        # Nobody reported times of several L40S, which the measured machine connected by slow PCIe.
+        counts = (1,) if gpus.gpu.name == "L40S" else _GPU_COUNTS
+        if gpus.count not in counts or shape.num_heads % gpus.count:
             return None
         heads = {
             "num_heads": shape.num_heads // gpus.count,
@@ -99,9 +103,9 @@ class TabledSteps:
 
     def seconds(self, step: Step) -> float:
         rows, shape, count = num_rows(step), self.shape, self.gpus.count
-        attended = shape.num_heads * shape.head_dim
+        attended, num_kv_heads = shape.num_heads * shape.head_dim, max(1.0, shape.num_kv_heads / count)
         layer = (
-            self._linear(rows, (attended + 2 * shape.num_kv_heads * shape.head_dim) / count, shape.hidden_size)
+            self._linear(rows, attended / count + 2 * num_kv_heads * shape.head_dim, shape.hidden_size)
             + self._linear(rows, shape.hidden_size, attended / count)
             + self._linear(rows, 2 * shape.intermediate_size / count, shape.hidden_size)
             + self._linear(rows, shape.hidden_size, shape.intermediate_size / count)
@@ -138,10 +142,14 @@ class TabledSteps:
         """Returns the milliseconds of a layer's attention."""
         cached, rows = segments.cached_tokens, segments.rows
         if segments.sampled_rows is not None:  # prompts
-            before = interpolate(self.prompts, cached) if cached else 0.0
-            return segments.num_seqs * (interpolate(self.prompts, cached + rows) - before)
+            return segments.num_seqs * (self._prompt(cached + rows) - self._prompt(cached))
         tiles = segments.positions_read(rows_per_tile(self.shape)) / segments.positions
         return tiles * interpolate(self.decoding, segments.num_seqs, cached + rows)
+
+    def _prompt(self, num_tokens: float) -> float:
+        """Returns the milliseconds of a layer's attention for a prompt. It grows with the square of the length."""
+        beyond = max(1.0, num_tokens / max(self.prompts))
+        return beyond * interpolate(self.prompts, num_tokens) if num_tokens else 0.0
 
 
 @functools.cache
@@ -181,7 +189,10 @@ def _table(folder: Path, kind: str, name: str, fixed: Mapping[str, Any], sizes: 
     """Reads the times by `sizes` where other columns have the values `fixed`; empty: no line has these."""
     from pyarrow import parquet  # type: ignore[import-untyped]  # comes with the extra
 
-    *_, newest = sorted((folder / kind / "vllm").glob(f"*/{name}.parquet"), key=lambda path: _version(path.parent.name))
+    files = sorted((folder / kind / "vllm").glob(f"*/{name}.parquet"), key=lambda path: _version(path.parent.name))
+    if not files:
+        return {}
+    newest = files[-1]
     columns = parquet.read_schema(newest).names
     wanted = [(column, "=", value) for column, value in fixed.items() if column in columns]
     rows = parquet.read_table(newest, columns=[*sizes, "latency"], filters=wanted).to_pydict()

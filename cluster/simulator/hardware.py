@@ -16,6 +16,7 @@ from cluster.planning.kernel_tables import step_predictor
 from cluster.planning.kernels import Segments
 
 _ROWS = (1, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
+_CHUNK_ROWS = 64  # rows of a sequence whose time for attention is arithmetic
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +31,8 @@ def steps_of(config: Config, target: OnGpus | None, draft: OnGpus | None, mean_c
     """Returns `config` with step times of models on GPUs; None keeps a model's times.
 
     The target's step time is a curve over rows without cached tokens, plus a time for each sequence to read
-    `mean_context` cached tokens once. The draft's step time is a curve over sequences with `mean_context` cached
-    tokens.
+    `mean_context` cached tokens once. The draft's step time is a curve over sequences without cached tokens, plus
+    the time of the tokens that each has read.
     """
     changed: dict[str, object] = {}
     if target is not None:
@@ -43,7 +44,15 @@ def steps_of(config: Config, target: OnGpus | None, draft: OnGpus | None, mean_c
     if draft is not None:
         model = draft.model.with_wide_head() if config.drafts_on_host_cpu else draft.model
         steps = step_predictor(model, draft.gpus)
-        changed["draft_step_ms"] = [(n, 1e3 * steps.seconds((Segments(n, 1, mean_context),))) for n in _ROWS]
+        changed["draft_step_ms"] = [(n, 1e3 * steps.seconds((Segments(n, 1, 0),))) for n in _ROWS]
+        num_seqs = config.draft.max_num_seqs
+        once, many = (
+            1e3
+            / num_seqs
+            * (steps.seconds((Segments(num_seqs, n, 1000),)) - steps.seconds((Segments(num_seqs, n, 0),)))
+            for n in (1, _CHUNK_ROWS)
+        )
+        changed["draft_context_ms"] = (once, many / _CHUNK_ROWS)
     simulation = SimulationConfig.model_validate(config.simulation.model_dump() | changed)
     return config.model_copy(update={"simulation": simulation})
 

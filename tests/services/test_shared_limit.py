@@ -16,8 +16,15 @@ def fill(limit: SharedLimit, owner: str | bytes | None) -> int:
 
 def test_one_owner_leaves_a_fifth_and_each_further_one_leaves_some() -> None:
     limit = SharedLimit(1000)
-    assert [fill(limit, owner) for owner in "abcd"] == [800, 160, 32, 7]
+    assert [fill(limit, owner) for owner in "abcd"] == [800, 160, 32, 6]
     assert [limit.has_room(owner, 1) for owner in "abcde"] == [False, False, False, False, True]
+
+
+def test_two_large_amounts_of_one_owner_leave_something() -> None:
+    limit = SharedLimit(1000)
+    limit.take("a", 499)
+    assert not limit.has_room("a", 499)
+    assert limit.has_room("b", 300)
 
 
 def test_what_is_given_back_is_for_whoever_has_least() -> None:

@@ -297,6 +297,8 @@ class RoundScheduler(Scheduler):
                 if tokens < at_least
             }
         most = max(*shares, 1 + self.max_drafts)
+        if prompts and self.may_lack_blocks:  # none is held back, and they may come before others' rows
+            most = max(1 + self.max_drafts, min(most, sum(shares) // len(prompts)))
         self.max_num_scheduled_tokens = min(budget, num_rows + sum(shares))
         self.scheduler_config.long_prefill_token_threshold = min(most, threshold) if threshold else most
         try:

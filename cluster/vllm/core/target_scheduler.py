@@ -123,10 +123,14 @@ class CoordinatedScheduler(PoolScheduler):
 
     def _make_room(self) -> None:
         """Preempts requests of owners that yield, if that makes room for the first request that waits."""
-        is_enough = self._is_enough_for(self.waiting.peek_request())
-        if is_enough(()):
+        first = self.waiting.peek_request()
+        is_enough = self._is_enough_for(first)
+        if first.num_stale_output_tokens or is_enough(()):  # the former cannot start yet
             return
-        for yielding in self.waiting.fair.who_yield(self.running, is_enough):
+        all_yielding = self.waiting.fair.who_yield(self.running, is_enough)
+        if not all(map(self._request_blocks_can_be_freed, all_yielding)):
+            return
+        for yielding in all_yielding:
             self.running.remove(yielding)
             self._preempt_request(yielding, time.monotonic())
             self.prev_step_scheduled_req_ids.discard(yielding.request_id)  # if it resumes at once, it counts as resumed
@@ -145,8 +149,6 @@ class CoordinatedScheduler(PoolScheduler):
         def is_enough(yielding: Sequence[Request]) -> bool:
             remaining = [request for request in self.running if request not in yielding]
             if len(remaining) >= self.max_num_running_reqs:
-                return False
-            if not all(map(self._request_blocks_can_be_freed, yielding)):
                 return False
             adapters = {adapter_of(request) for request in (*remaining, first)} - {None}
             if self.lora_config is not None and len(adapters) > self.lora_config.max_loras:

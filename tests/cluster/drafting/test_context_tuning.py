@@ -37,7 +37,7 @@ def choices(
         if 2 * index >= SEQUENCES:
             chosen[use.context_tokens] += 1
         num_read = num_tokens if use.context_tokens is None else NUM_SINKS + use.context_tokens
-        use.was_admitted(num_tokens - num_read)
+        use.was_admitted(num_tokens, num_tokens - num_read)
         for answered in range(ROUNDS):
             is_right = [dice.random() < acceptance[use.context_tokens] for _ in range(DEPTH)]
             num_accepted = (*is_right, False).index(False)
@@ -96,7 +96,7 @@ def test_cached_prompts_count_as_read_whole() -> None:
     tuning = ContextTuning(10**6, lambda number: 1e-5 * number)
     for _ in range(40):
         use = tuning.choose(NUM_TOKENS, ROUND_SECONDS)
-        use.was_admitted(0)
+        use.was_admitted(NUM_TOKENS, 0)
         assert use.context_tokens is None
         for _ in range(ROUNDS):
             tuning.observe_outcome(use, DEPTH, DEPTH, DEPTH)
