@@ -409,6 +409,14 @@ class TestOwners:
         assert self.owners(scheduler) == "aaaaaaab"
         assert scheduler.num_preemptions == 2
 
+    def test_as_few_yield_as_are_enough(self) -> None:
+        scheduler = self.start([of_owner("a") for _ in range(20)], max_num_seqs=20)
+        scheduler.add(of_owner("b"))
+        needed = [scheduler.running[17], scheduler.running[5]]
+        queue, running = scheduler.waiting, scheduler.running
+        assert [*queue.who_yield(running, lambda yielding: {*needed} <= {*yielding})] == needed
+        assert not queue.who_yield(running, lambda yielding: scheduler.running[0] in yielding)
+
     def test_one_without_an_owner_does_not_keep_others_from_yielding(self) -> None:
         scheduler = self.start([of_owner("", priority=3), *(of_owner("a") for _ in range(3))])
         other = of_owner("b")
