@@ -57,7 +57,7 @@ PLACED = (
 
 
 def _started(start: Callable[[], Any]) -> Any:
-    """Returns what `start` starts. A node of Ray dies if its agent is not up after 15 s, as happens on a busy machine."""
+    """Returns what `start` starts. Ray's node dies if its agent is not up after 15 s, as happens on a busy machine."""
     for attempts_left in reversed(range(_ATTEMPTS)):
         try:
             return start()
