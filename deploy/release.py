@@ -62,7 +62,7 @@ def write_sbom(file: Path) -> None:
     """Writes the software bill of materials (CycloneDX): the packages of the images, with their versions and hashes."""
     packages = ROOT / "deploy" / "docker" / "constraints.txt"
     about = ["--pyproject", ROOT / "pyproject.toml", "--output-reproducible", "--output-file", file]
-    subprocess.run([sys.executable, "-m", "cyclonedx_py", "requirements", *about, packages], check=True)
+    subprocess.run([ROOT / ".venv" / "sbom" / "bin" / "cyclonedx-py", "requirements", *about, packages], check=True)
 
 
 def main() -> int:
