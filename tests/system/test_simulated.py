@@ -31,7 +31,7 @@ def test_it_serves_and_speculates_through_the_delay() -> None:
         assert generate(0) == generate(4) != ""
         metrics = httpx.get(cluster.targets[0].metrics_url, timeout=10).text
     (round_trip,) = [line for line in metrics.splitlines() if line.startswith("outrider_link_round_trip_seconds{")]
-    assert float(round_trip.rpartition(" ")[2]) >= 0.01
+    assert float(round_trip.rpartition(" ")[2]) > 0.005  # an estimate; without the delay it is below a millisecond
 
 
 def test_drafts_beside_targets_are_for_these_alone() -> None:
