@@ -42,7 +42,7 @@ from cluster.engine.memory_plan import PlannedModel
 from cluster.planning.hardware import parse_gpus
 from cluster.planning.prediction import ExpectedLoad, Option, plan
 from cluster.planning.round_costs import RUN_AHEAD_HIDES, Drafting
-from cluster.planning.steps import Roofline, curve_points
+from cluster.planning.steps import Roofline, context_ms, curve_points
 from cluster.simulated_engines.steps import StepCurve
 from cluster.simulator.cluster import MeasuredSpan, SimulatedCluster
 from cluster.simulator.figures import Figures
@@ -55,7 +55,6 @@ OWN = "own"  # a card: the GPUs of the target itself
 FREE = "free"  # a draft whose steps take no time
 ANSWER_TOKENS = 256
 _ROWS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096)
-_CHUNK_ROWS = 64  # rows of a sequence whose time for attention is arithmetic
 _WARM_UP_SHARE = 0.3
 _NUM_BLOCKS = 100_000  # more than any case needs
 _KV_CACHE_BYTES = 2**30  # more than any case needs of the bundled target's blocks, which are counted and never filled
@@ -69,12 +68,6 @@ def step_curve(
     """Returns the planner's milliseconds of steps of `rows`, of `streams` sequences with `num_read` tokens each."""
     steps = Roofline(PlannedModel.parse(model), parse_gpus(gpus))
     return [*curve_points(steps, streams, num_read, rows)]
-
-
-def context_ms(model: str, gpus: str, streams: int, rows: int) -> float:
-    """Returns the ms that 1,000 tokens before each of a sequence's `rows` rows add to a step of `streams` sequences."""
-    (_, without), (_, added) = (step_curve(model, gpus, streams, n, [streams * rows])[0] for n in (0, 1000))
-    return (added - without) / streams
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +116,8 @@ class Case:
         assert self.draft is not None
         if self.draft == FREE:
             return [0.0, 0.0]
-        once, many = (context_ms(DRAFTS[self.draft], self.draft_gpus, self.streams, rows) for rows in (1, _CHUNK_ROWS))
-        return [once, many / _CHUNK_ROWS]
+        steps = Roofline(PlannedModel.parse(DRAFTS[self.draft]), parse_gpus(self.draft_gpus))
+        return [*context_ms(steps, self.streams)]
 
     @property
     def is_one_pass(self) -> bool:

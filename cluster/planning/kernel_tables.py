@@ -71,6 +71,7 @@ def interpolate(table: Table, *sizes: float) -> float:
 class TabledSteps:
     """Steps of a dense decoder in 16 bits, or with weights in FP8. Its head, KV and attention are in 16 bits."""
 
+    folder: Path  # of the tables
     model: PlannedModel
     shape: StepModel
     gpus: GpuGroup
@@ -99,7 +100,7 @@ class TabledSteps:
         decoding = _attention(folder, "generation", heads, ("batch_size", "step"))
         prompts = _attention(folder, "context", heads | {"batch_size": 1}, ("isl",))
         all_reduces = {} if gpus.count == 1 else _all_reduces(folder, gpus.count)
-        return cls(model, shape, gpus, efficiency, decoding, prompts, all_reduces)
+        return cls(folder, model, shape, gpus, efficiency, decoding, prompts, all_reduces)
 
     def seconds(self, step: Step) -> float:
         rows, shape, count = num_rows(step), self.shape, self.gpus.count
@@ -128,9 +129,7 @@ class TabledSteps:
         return Roofline(self.model, self.gpus, self.efficiency)
 
     def _linear(self, rows: float, outputs: float, inputs: float, dtype: str | None = None) -> float:
-        folder = tables_folder(self.gpus.gpu.name)
-        assert folder is not None
-        return interpolate(_linears(folder, dtype or _DTYPES[self.model.dtype], outputs, inputs), rows)
+        return interpolate(_linears(self.folder, dtype or _DTYPES[self.model.dtype], outputs, inputs), rows)
 
     def _attention(self, step: Step) -> float:
         if not (self.decoding and self.prompts):
@@ -187,7 +186,7 @@ def _all_reduces(folder: Path, num_gpus: int) -> Table:
 
 def _table(folder: Path, kind: str, name: str, fixed: Mapping[str, Any], sizes: Sequence[str]) -> Table:
     """Reads the times by `sizes` where other columns have the values `fixed`; empty: no line has these."""
-    from pyarrow import parquet  # type: ignore[import-untyped]  # comes with the extra
+    from pyarrow import parquet  # comes with the extra
 
     files = sorted((folder / kind / "vllm").glob(f"*/{name}.parquet"), key=lambda path: _version(path.parent.name))
     if not files:

@@ -110,6 +110,19 @@ class NoSteps:
         return 0.0
 
 
+_CHUNK_ROWS = 64  # rows of a sequence whose time for attention is arithmetic
+
+
+def context_ms(steps: StepPredictor, num_seqs: int) -> tuple[float, float]:
+    """Returns the ms that 1,000 cached tokens of one of `num_seqs` sequences add to a step: once, and for each row."""
+
+    def added(rows: int) -> float:
+        without, cached = (steps.seconds((Segments(num_seqs, rows, tokens),)) for tokens in (0, 1000))
+        return 1e3 * (cached - without) / num_seqs
+
+    return added(1), added(_CHUNK_ROWS) / _CHUNK_ROWS
+
+
 def curve_points(
     steps: StepPredictor, num_seqs: float, cached_tokens: float, rows: Sequence[int]
 ) -> tuple[tuple[int, float], ...]:

@@ -14,9 +14,9 @@ from cluster.model_folder import resolve_model_folder
 from cluster.planning.hardware import GpuGroup
 from cluster.planning.kernel_tables import step_predictor
 from cluster.planning.kernels import Segments
+from cluster.planning.steps import context_ms
 
 _ROWS = (1, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
-_CHUNK_ROWS = 64  # rows of a sequence whose time for attention is arithmetic
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +45,7 @@ def steps_of(config: Config, target: OnGpus | None, draft: OnGpus | None, mean_c
         model = draft.model.with_wide_head() if config.drafts_on_host_cpu else draft.model
         steps = step_predictor(model, draft.gpus)
         changed["draft_step_ms"] = [(n, 1e3 * steps.seconds((Segments(n, 1, 0),))) for n in _ROWS]
-        num_seqs = config.draft.max_num_seqs
-        once, many = (
-            1e3
-            / num_seqs
-            * (steps.seconds((Segments(num_seqs, n, 1000),)) - steps.seconds((Segments(num_seqs, n, 0),)))
-            for n in (1, _CHUNK_ROWS)
-        )
-        changed["draft_context_ms"] = (once, many / _CHUNK_ROWS)
+        changed["draft_context_ms"] = context_ms(steps, config.draft.max_num_seqs)
     simulation = SimulationConfig.model_validate(config.simulation.model_dump() | changed)
     return config.model_copy(update={"simulation": simulation})
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
 
 import pytest
@@ -12,8 +11,6 @@ from cluster.planning.kernels import Segments
 from cluster.planning.steps import ASSUMED, Roofline
 
 _70B = PlannedModel.parse("70B")
-_IS_INSTALLED = importlib.util.find_spec("aiconfigurator_core") is not None
-needs_tables = pytest.mark.skipif(not _IS_INSTALLED, reason="the extra `plan` is not installed")
 
 
 def test_powers_are_interpolated_exactly_and_large_sizes_grow() -> None:
@@ -28,7 +25,6 @@ def test_missing_points_count_as_their_neighbours() -> None:
     assert interpolate({1: {1: 1.0, 10: 5.0}, 4: {1: 4.0}}, 4, 10) == pytest.approx(40.0)
 
 
-@needs_tables
 def test_steps_of_vllm_are_near_what_was_measured() -> None:
     """Decode steps of `bench/results/gpu-vllm.json`, without speculation."""
     from bench.roofline import measured_models
@@ -39,7 +35,6 @@ def test_steps_of_vllm_are_near_what_was_measured() -> None:
         assert 1e3 * steps.seconds((Segments(num_seqs, 1, 200),)) == pytest.approx(milliseconds, rel=0.1)
 
 
-@needs_tables
 @pytest.mark.parametrize("gpus", ["4xA100-80", "2xH100", "8xH200"])
 def test_more_work_takes_longer(gpus: str) -> None:
     steps = TabledSteps.of(_70B, parse_gpus(gpus), ASSUMED)
@@ -59,7 +54,6 @@ def test_more_work_takes_longer(gpus: str) -> None:
     assert times == sorted(times)
 
 
-@needs_tables
 def test_the_end_of_a_prompt_takes_what_its_beginning_does_not() -> None:
     steps = TabledSteps.of(_70B, parse_gpus("4xH100"), ASSUMED)
     assert steps is not None
