@@ -50,7 +50,7 @@ from services.router.metrics import RouterMetrics
 from services.router.openapi.routes import OpenApi
 from services.router.operators.adapters import AdapterCalls
 from services.router.operators.health import Health
-from services.router.operators.metrics_page import MetricsPage
+from services.router.operators.metrics_page import MetricsCall
 from services.router.operators.pool_metrics import PoolMetrics
 from services.router.operators.routing import RoutingCall
 from services.router.operators.switch import SpeculationSwitch
@@ -295,6 +295,6 @@ def _information_routes(serving: Serving, health: Health, root: str) -> list[Rou
         Route("/health", health.public, methods=["GET"]),
         Route("/health/live", live, methods=["GET"]),
         Route("/ping", ping, methods=["GET", "POST"]),
-        Route("/metrics", MetricsPage(serving.metrics).show, methods=["GET"]),
+        Route("/metrics", MetricsCall(serving.metrics).show, methods=["GET"]),
         Route("/version", version_page, methods=["GET"]),
     ]

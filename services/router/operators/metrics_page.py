@@ -15,7 +15,7 @@ from services.router.metrics import RouterMetrics
 _INTERVAL_S = 0.1  # between two renderings for one caller; each takes 4 ms of processor time
 
 
-class MetricsPage:
+class MetricsCall:
     """The page of each caller: a key that sees its own metrics, or one that sees all (None)."""
 
     def __init__(self, metrics: RouterMetrics) -> None:

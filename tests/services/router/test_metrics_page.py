@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from services.router.metrics import RouterMetrics
-from services.router.operators.metrics_page import MetricsPage
+from services.router.operators.metrics_page import MetricsCall
 
 
 class Counted(RouterMetrics):
@@ -29,7 +29,7 @@ def asked_by(key: str | None) -> Any:
 def test_requests_that_arrive_together_share_a_rendering() -> None:
     async def run() -> None:
         metrics = Counted()
-        page = MetricsPage(metrics)
+        page = MetricsCall(metrics)
         await asyncio.gather(*(page.show(asked_by(key)) for key in ("a", "a", "a", "b")))
         assert metrics.num_renderings == 2
 
@@ -39,7 +39,7 @@ def test_requests_that_arrive_together_share_a_rendering() -> None:
 def test_a_page_shows_what_happened_before_the_request() -> None:
     async def run() -> None:
         metrics = Counted()
-        page = MetricsPage(metrics)
+        page = MetricsCall(metrics)
         for number in (1, 2, 3):
             metrics.keys.count_request("a", 200)
             answer = await page.show(asked_by("a"))
@@ -51,7 +51,7 @@ def test_a_page_shows_what_happened_before_the_request() -> None:
 
 def test_a_caller_who_leaves_takes_the_page_from_nobody() -> None:
     async def run() -> None:
-        page = MetricsPage(Counted())
+        page = MetricsCall(Counted())
         first, second = (asyncio.create_task(page.show(asked_by("a"))) for _ in range(2))
         await asyncio.sleep(0)
         first.cancel()
