@@ -22,6 +22,7 @@ READY_RAY := .venv/ready-ray
 READY_CLIENTS := .venv/ready-clients
 READY_BROWSER := .venv/ready-browser
 READY_DEMO := .venv/ready-demo
+SBOM := .venv/sbom/bin/cyclonedx-py
 DEMO_MODEL := .models/smollm2-135m-instruct
 
 .PHONY: help setup setup-vllm setup-ray setup-clients setup-browser setup-all serve demo test soak bench gpu-check vllm-next format lint typecheck protos docs constraints train images release clean
@@ -111,7 +112,7 @@ demo: $(READY_DEMO) $(DEMO_MODEL)/tokenizer.json
 # Without vLLM, Ray, the clients or a browser their tests say that they are missing, and are skipped, unless REQUIRE_VLLM,
 # REQUIRE_RAY, REQUIRE_CLIENTS or REQUIRE_BROWSER is set. Tests run in three processes, also those of whole clusters, which
 # wait for half of their time; tests/order.py has which stay together and in which order they come.
-test: $(READY_DEV)
+test: $(READY_DEV) $(SBOM)
 	@$(MAKE) --no-print-directory setup-vllm || test -z "$(REQUIRE_VLLM)"
 	@$(MAKE) --no-print-directory setup-ray || test -z "$(REQUIRE_RAY)"
 	@$(MAKE) --no-print-directory setup-clients || test -z "$(REQUIRE_CLIENTS)"
@@ -175,9 +176,11 @@ images:
 
 # What writes the bill of materials is installed apart: it brings rfc3987-syntax, with which each program that imports
 # jsonschema, as those of Ray and vLLM do, takes 3.3 s of CPU longer to start.
-release: $(READY_DEV)
-	$(PYTHON) -m venv .venv/sbom
-	.venv/sbom/bin/pip install --quiet --disable-pip-version-check $(PIP_FLAGS) 'cyclonedx-bom>=7.5'
+$(SBOM): | .venv/bin/python
+	@$(PYTHON) -m venv .venv/sbom
+	@.venv/sbom/bin/pip install --quiet --disable-pip-version-check $(PIP_FLAGS) 'cyclonedx-bom>=7.5'
+
+release: $(READY_DEV) $(SBOM)
 	$(BIN)/python -m deploy.release
 
 clean:
