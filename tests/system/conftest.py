@@ -17,7 +17,7 @@ from cluster.model_folder import resolve_model_folder
 from services.launch.local import LocalCluster
 
 READY_TIMEOUT_SECONDS = 600
-# By default kernels use the widest registers of a processor: 16 lanes with AVX-512, and 8 with AVX2. With 4 they have no
+# By default kernels use the widest registers of a processor: 16 lanes with AVX-512, and 8 with AVX2. With 4 there is no
 # instruction for FMA, and each step of the bundled target would take 0.6 s.
 OTHER_LANES = {LANES_VARIABLE: "8"} if InstructionSet.AMX_EMULATED.is_supported else {}
 # By default drafts that take over 50 ms are late, as they often do on a busy machine. For tests that expect drafts.
