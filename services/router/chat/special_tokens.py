@@ -15,8 +15,11 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
+
+import numpy as np
 
 from cluster.errors import InvalidRequestError
 
@@ -26,8 +29,8 @@ Run = Sequence[str]
 """Strings that a template may write one after the other."""
 
 # Characters without a meaning, which serve as stand-ins; those with the shortest JSON escapes come first.
-_PRIVATE_USE = (*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE), *range(0x100000, 0x10FFFE))
-_PIECE = 2**13  # characters of a text to look at in one call, which keeps the event loop waiting for up to 2 ms
+_PRIVATE_USE = np.r_[0xE000:0xF900, 0xF0000:0xFFFFE, 0x100000:0x10FFFE]
+_PIECE = 2**16  # characters of a text to look at in one call, which keeps the event loop waiting for up to 1 ms
 _ESCAPES = re.compile(r"\\u[0-9a-f]{4}")  # in JSON; characters beyond 0xFFFF have two
 
 
@@ -54,16 +57,14 @@ class SpecialTokenGuard:
         if not any(map(self._places, _runs(value))):
             return value, {}
         texts = [avoid, *itertools.chain.from_iterable(_runs(value))]
-        taken = set[str]()
+        is_taken = np.zeros(sys.maxunicode + 1, dtype=bool)
         for text in texts:
             for at in range(0, len(text), _PIECE):
-                taken.update(text[at : at + _PIECE])
+                piece = text[at : at + _PIECE].encode("utf-32-le", "surrogatepass")
+                is_taken[np.frombuffer(piece, dtype=np.uint32)] = True
         escaped = {escape for text in texts for escape in _ESCAPES.findall(text)}
-        free = (
-            character
-            for character in map(chr, _PRIVATE_USE)
-            if character not in taken and _escape(character)[:6] not in escaped
-        )
+        untaken = map(chr, _PRIVATE_USE[~is_taken[_PRIVATE_USE]])
+        free = (character for character in untaken if _escape(character)[:6] not in escaped)
         stand_ins: dict[str, str] = {}
 
         def stand_in(first: str) -> str:
