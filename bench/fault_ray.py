@@ -37,6 +37,7 @@ READY_SECONDS = 600.0
 _ATTEMPTS = 4  # to start a node
 _POLL_SECONDS = 0.1
 _MEMORY = 80 * 2**20  # of a node's object store, the least that Ray takes: nothing goes through it
+_ENVIRONMENT = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60"}  # on a busy machine 5 s are too short for Serve's proxy
 _DRAIN_DEADLINE_SECONDS = 60
 _LEAD_SECONDS = 1.0
 _HEAD_AWAY_SECONDS = 10.0
@@ -80,7 +81,8 @@ class RayNodes:
         # Apart from other Rays of this machine, which look for one that was started here. Sockets need a short path.
         # Ray's programs may still write logs here after the shutdown, which is no failure of a test.
         self._folder = tempfile.TemporaryDirectory(prefix="or-", ignore_cleanup_errors=True)
-        os.environ["RAY_TMPDIR"] = self._folder.name
+        self._environment = {"RAY_TMPDIR": self._folder.name, **_ENVIRONMENT}
+        os.environ |= self._environment
         self._redis = _Redis() if has_redis else None
         if self._redis is not None:
             head["external_addresses"] = [self._redis.address]
@@ -150,7 +152,8 @@ class RayNodes:
         self._cluster.shutdown()
         if self._redis is not None:
             self._redis.close()
-        del os.environ["RAY_TMPDIR"]
+        for name in self._environment:
+            del os.environ[name]
         self._folder.cleanup()
         sweep(FOLDERS)
 
