@@ -155,7 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--out", type=Path, default=Path("bench/results/drafters.json"))
-    parser.set_defaults(seconds=None)
+    parser.set_defaults(seconds=None, prompt_tokens=None)
     return parser
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.result import describe_machine, write_result
-from bench.workload import Run, held_out_prompts, read_counters, run_streams, run_window
+from bench.workload import PROMPT_TOKENS, Run, held_out_prompts, read_counters, run_streams, run_window
 from cluster.config import Config
 from cluster.config.file import load_config
 from services.launch.local import LocalCluster
@@ -202,7 +202,10 @@ def measure(
     `model`: whose tokens the prompts are; None: the bundled target's.
     """
     num_prompts = max(num_streams, arguments.prompts)
-    prompts = held_out_prompts(num_prompts, seed=num_streams, model=model)
+    length = arguments.prompt_tokens
+    prompts = held_out_prompts(
+        num_prompts, seed=num_streams, model=model, num_tokens=(length, length) if length else PROMPT_TOKENS
+    )
 
     def run(cluster: LocalCluster, depth: int | None, prompts: list[list[int]]) -> Run:
         run = run_streams if arguments.seconds is None else partial(run_window, seconds=arguments.seconds)
@@ -272,6 +275,7 @@ def _write(path: Path, config: Config, arguments: argparse.Namespace, points: Se
         "speculation": config.speculation.model_dump(mode="json"),
         "repeats": arguments.repeats,
         "max_tokens": arguments.max_tokens,
+        "prompt_tokens": arguments.prompt_tokens,
         "seconds": arguments.seconds,
         "machine": describe_machine(),
         "points": [point.to_json() for point in points],
@@ -293,6 +297,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--prompts", type=int, default=8, help="prompts of a repeat (at least one a stream)")
+    parser.add_argument("--prompt-tokens", type=int, help="tokens of each prompt; default: 32 to 160")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument(
         "--seconds",

@@ -21,11 +21,17 @@ from services.held_out import held_out_texts
 from services.prove.client import ask_all
 
 PROMPT_TOKENS = (32, 160)
+_CHARACTERS = 12.5  # of a text for each token of its prompt, more than any has
 RAMP_TIMEOUT_SECONDS = 120.0
 
 
-def held_out_prompts(count: int, seed: int, *, model: str | None = None) -> list[list[int]]:
-    """Pieces of text the bundled pair was not trained on, as token IDs of `model`; None: of the bundled target."""
+def held_out_prompts(
+    count: int, seed: int, *, model: str | None = None, num_tokens: tuple[int, int] = PROMPT_TOKENS
+) -> list[list[int]]:
+    """Pieces of text the bundled pair was not trained on, as token IDs of `model`; None: of the bundled target.
+
+    `num_tokens`: the least and the most tokens of a prompt.
+    """
     rng = random.Random(seed)
     tokenizer = Tokenizer(resolve_model_folder(model or Config().target.model))
     texts = [held_out.text for held_out in held_out_texts()]
@@ -33,8 +39,8 @@ def held_out_prompts(count: int, seed: int, *, model: str | None = None) -> list
     while len(prompts) < count:
         text = rng.choice(texts)
         start = text.find("\n", rng.randrange(len(text))) + 1
-        token_ids = tokenizer.encode(text[start : start + 2000])[: rng.randint(*PROMPT_TOKENS)]
-        if len(token_ids) >= PROMPT_TOKENS[0]:
+        token_ids = tokenizer.encode(text[start : start + int(_CHARACTERS * num_tokens[1])])[: rng.randint(*num_tokens)]
+        if len(token_ids) >= num_tokens[0]:
             prompts.append(token_ids)
     return prompts
 
