@@ -174,7 +174,7 @@ def test_the_example_of_the_help_works(command: str, cluster: LocalCluster, caps
     example = shlex.split(shown.rpartition("example: outrider ")[2].replace("http://127.0.0.1:8000", cluster.url))
     assert example[0] == command
     if command == "doctor":
-        example += ["--seconds", "0.3", "--repeats", "1", "--temperatures", "0", "--max-tokens", "16"]
+        example += ["--seconds", "0.8", "--repeats", "1", "--temperatures", "0", "--max-tokens", "16"]
     assert main(example) in (0, 1)
 
 
