@@ -36,7 +36,7 @@ async def decode(body: bytes, coding: str, max_bytes: int) -> bytes:
 
     Raises PayloadTooLargeError if the result exceeds `max_bytes`, and InvalidRequestError if `body` is invalid.
     """
-    return await run_in_thread(lambda: _decode(body, coding, max_bytes))
+    return await run_in_thread(len(body), lambda: _decode(body, coding, max_bytes))
 
 
 def _decode(body: bytes, coding: str, max_bytes: int) -> bytes:

@@ -34,4 +34,4 @@ class MetricsCall:
         await asyncio.sleep(self._begun_at.get(key, 0.0) + _INTERVAL_S - time.monotonic())
         del self._next[key]  # later requests need later values
         self._begun_at[key] = time.monotonic()
-        return await run_in_thread(self._metrics.renderer(key), is_short=True)
+        return await run_in_thread(0, self._metrics.renderer(key))

@@ -89,9 +89,9 @@ def test_schemas_and_bad_words_are_read_beside_the_event_loop(
     model, threaded = new_model(), []
     run_in_thread = large_work.run_in_thread
 
-    async def note(work: Callable[[], Any], **options: Any) -> Any:
+    async def note(num_bytes: int, work: Callable[[], Any]) -> Any:
         threaded.append(work)
-        return await run_in_thread(work, **options)
+        return await run_in_thread(num_bytes, work)
 
     monkeypatch.setattr(large_work, "run_in_thread", note)
     schema = {"type": "object"}
@@ -115,9 +115,9 @@ def test_many_log_probabilities_are_formatted_beside_the_event_loop(
     threaded = []
     run_in_thread = large_work.run_in_thread
 
-    async def note(work: Callable[[], Any], **options: Any) -> Any:
+    async def note(num_bytes: int, work: Callable[[], Any]) -> Any:
         threaded.append(work)
-        return await run_in_thread(work, **options)
+        return await run_in_thread(num_bytes, work)
 
     monkeypatch.setattr(large_work, "run_in_thread", note)
     for num_tokens, is_large in ((10, False), (1000, True)):
