@@ -266,10 +266,15 @@ def with_programs(cell: Cell, seconds: float) -> Cell:
 def cases(arguments: argparse.Namespace) -> list[Case]:
     """Returns all numbers of streams and acceptances with the first card and delay, then one change at a time.
 
-    Other cards, delays and numbers of targets have `--shared-streams` and the last acceptance.
+    Other cards, delays and numbers of targets have `--shared-streams` and the last acceptance. With `--grid` all
+    drafts, cards, numbers of targets and of streams, with the first delay and the last acceptance.
     """
     made = []
-    for draft in arguments.drafts:
+    if arguments.grid:
+        grid = itertools.product(arguments.drafts, arguments.cards, [1, *arguments.targets], arguments.streams)
+        delay_ms, acceptance = arguments.delays[0], arguments.acceptances[-1]
+        made = [Case(draft, card, delay_ms, targets, streams, acceptance) for draft, card, targets, streams in grid]
+    for draft in () if arguments.grid else arguments.drafts:
         first = Case(draft, arguments.cards[0], arguments.delays[0], 1, arguments.shared_streams, 0.0)
         for acceptance in arguments.acceptances:
             made += [replace(first, streams=streams, acceptance=acceptance) for streams in arguments.streams]
@@ -350,6 +355,7 @@ def _parser() -> argparse.ArgumentParser:
         "--targets", type=counts, default=[2, 4, 8], help="that share a draft worker, at --shared-streams"
     )
     parser.add_argument("--shared-streams", type=int, default=8)
+    parser.add_argument("--grid", action="store_true", help="all drafts x cards x targets x streams")
     parser.add_argument("--seconds", type=float, default=30.0, help="of virtual time that is measured")
     parser.add_argument("--parallel", type=int, default=2)
     parser.add_argument("--programs", type=float, metavar="SECONDS", help="also run programs, each case this long")
