@@ -1,6 +1,6 @@
 """Measures whether drafts ever cost speed while requests come and go: `python -m bench.floor`.
 
-The cases of `bench.capacity` (a 70B target, a 1B draft on an A10G at several round trips, prompts of 128 tokens,
+The cases of `bench.cases` (a 70B target, a 1B draft on an A10G at several round trips, prompts of 128 tokens,
 answers of 32 to 96), in virtual time: tokens a second with k as the controller chooses it, over those without
 speculation. Then hard cases of that cluster: one client and many, long prompts all the time, drafts that are mostly
 wrong, far away, turn bad or vanish. For these the p99 of the time between tokens is compared too: that of an answer is
@@ -17,10 +17,11 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from bench.capacity import PLAIN, Case, Client, make_cases
+from bench.cases import Case, Client, make_cases
 from bench.workload import p99
 from cluster.engine.memory_plan import PlannedModel
 from cluster.planning.hardware import parse_gpus
+from cluster.planning.options import PLAIN
 from cluster.planning.prediction import ExpectedLoad, plan
 from cluster.planning.steps import Roofline
 from cluster.simulator.virtual import VirtualCluster
@@ -29,7 +30,7 @@ from cluster.targets.base import GenerationOutput
 BAR, PAUSE_BAR = 0.98, 1.05  # of tokens a second at least, of the p99 between tokens at most
 CASES = (PLAIN, "pool, 0.2 ms away", "pool, 2 ms away", "pool, 10 ms away")
 _POOL = "pool, 0.5 ms away"
-_SCALE = 3.0  # of all times, as in `bench.capacity`: not for this machine's sake, but to be compared with it
+_SCALE = 3.0  # of all times, kept from runs in real time, to be compared with them
 _WARM_UP_SHARE = 0.3
 _ACCEPTANCE = 0.82
 

@@ -2,8 +2,8 @@
 
 A 70B target has its draft on another GPU; 1 to 8 targets share one draft worker. The router's choice, step
 loops, coordinators, blocks and draft workers are the real ones (`cluster.simulator`). Messages take half the delay and
-the programs' overheads, and steps take the time of the planner's formulae (`cluster.planning.steps`). Every stream
-sends its next request when the last is answered. Each figure is compared with k = 0, with the same draft on the
+the programs' overheads, and steps take the time that the planner predicts (`cluster.planning.kernel_tables`). Every
+stream sends its next request when the last is answered. Each figure is compared with k = 0, with the same draft on the
 target's own GPUs, and with the bound, which assumes that drafting is hidden behind verification:
 
     E(k) t(n) / max(t(n (1 + k)), k t_draft(n) + delay)    times k = 0, the maximum over k
@@ -40,9 +40,10 @@ from cluster.config.file import load_config
 from cluster.drafters.read_tokens import NUM_SINKS, ContextTokens, context_choices
 from cluster.engine.memory_plan import PlannedModel
 from cluster.planning.hardware import parse_gpus
+from cluster.planning.kernel_tables import step_predictor
 from cluster.planning.prediction import ExpectedLoad, Option, plan
 from cluster.planning.round_costs import RUN_AHEAD_HIDES, Drafting
-from cluster.planning.steps import Roofline, context_ms, curve_points
+from cluster.planning.steps import StepPredictor, context_ms, curve_points
 from cluster.simulated_engines.steps import StepCurve
 from cluster.simulator.cluster import MeasuredSpan, SimulatedCluster
 from cluster.simulator.figures import Figures
@@ -62,12 +63,16 @@ _MAX_DEPTH = 16
 _ANSWERS = Lengths(ANSWER_TOKENS // 2, ANSWER_TOKENS * 3 // 2)
 
 
+@functools.cache
+def predicted_steps(model: str, gpus: str) -> StepPredictor:
+    return step_predictor(PlannedModel.parse(model), parse_gpus(gpus))
+
+
 def step_curve(
     model: str, gpus: str, streams: int, num_read: float, rows: Sequence[int] = _ROWS
 ) -> list[tuple[int, float]]:
     """Returns the planner's milliseconds of steps of `rows`, of `streams` sequences with `num_read` tokens each."""
-    steps = Roofline(PlannedModel.parse(model), parse_gpus(gpus))
-    return [*curve_points(steps, streams, num_read, rows)]
+    return [*curve_points(predicted_steps(model, gpus), streams, num_read, rows)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +121,7 @@ class Case:
         assert self.draft is not None
         if self.draft == FREE:
             return [0.0, 0.0]
-        steps = Roofline(PlannedModel.parse(DRAFTS[self.draft]), parse_gpus(self.draft_gpus))
-        return [*context_ms(steps, self.streams)]
+        return [*context_ms(predicted_steps(DRAFTS[self.draft], self.draft_gpus), self.streams)]
 
     @property
     def is_one_pass(self) -> bool:
@@ -144,7 +148,7 @@ class Case:
         if self.draft == FREE:
             return None
         target, draft = (
-            Roofline(PlannedModel.parse(model), parse_gpus(gpus))
+            predicted_steps(model, gpus)
             for model, gpus in ((TARGET, self.target_gpus), (DRAFTS[self.draft], self.draft_gpus))
         )
         hidden = RUN_AHEAD_HIDES / self.targets if self.card != OWN else 0.0
@@ -307,6 +311,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         for cell in simulated:
             cells.append(cell)
             print(_row(cell), flush=True)
+    used = {(TARGET, arguments.target_gpus)} | {
+        (DRAFTS[case.draft], case.draft_gpus) for case in made if case.draft not in (None, FREE)
+    }
+    for model, gpus in sorted(used):
+        print(predicted_steps(model, gpus).source or f"{model} on {gpus}: by formula")
     write_cells(arguments.out, "bench.pool", argv, [cell.columns() for cell in cells])
     return 0
 

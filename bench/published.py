@@ -46,7 +46,9 @@ class Reported:
 
     def ratio(self, steps: StepPredictor) -> float:
         """Returns predicted over reported."""
-        load = ExpectedLoad(self.clients, self.prompt_tokens, self.answer_tokens, _MAX_NUM_BATCHED_TOKENS)
+        load = ExpectedLoad(
+            self.clients, self.prompt_tokens, self.answer_tokens, _MAX_NUM_BATCHED_TOKENS, max_prefill_seconds=None
+        )
         return 1e3 * plan(Option("", steps), load).latency.between_tokens / self.ms
 
 

@@ -25,6 +25,7 @@ from services.argument_types import name_and_value
 from services.chat import cli as chat
 from services.distill import cli as distill
 from services.doctor import cli as doctor
+from services.plan import choose as plan_choose
 from services.plan import cli as plan_cluster
 from services.plan import memory as plan_memory
 from services.prove import cli as prove
@@ -137,6 +138,12 @@ PLANS = (
         "throughput, latency and dollars of ways to place a draft",
         plan_cluster.add_arguments,
         plan_cluster.run,
+    ),
+    Command(
+        "choose",
+        "the way to draft with the most requests a dollar within limits, for five workloads",
+        plan_choose.add_arguments,
+        plan_choose.run,
     ),
 )
 COMMANDS = (

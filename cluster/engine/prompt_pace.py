@@ -10,7 +10,7 @@ from cluster.speculation.learned_curve import LearnedCurve
 
 _LEAST_TOKENS = 16  # minimum of prompt tokens in a step, so that prompts make progress
 _FIRST_TOKENS = 64  # limit of prompt tokens before the first measurement; then twice the largest measured number
-_ALONE_FACTOR = 4  # a lone prompt may take this many times the set time: long steps are cheaper, and nothing else waits
+ALONE_FACTOR = 4  # a lone prompt may take this many times the set time: long steps are cheaper, and nothing else waits
 _TELLING_SHARE = 0.2  # prompts that add less than this share of the set time mostly measure the fixed cost of a chunk
 _KEPT_SHARE = 0.99  # decay per step of the weight of earlier steps in the fit
 
@@ -64,7 +64,7 @@ class PromptPace:
         """
         if self._max_seconds is None:
             return math.inf
-        return self._max_seconds * (_ALONE_FACTOR if is_alone else 1)
+        return self._max_seconds * (ALONE_FACTOR if is_alone else 1)
 
     def share(self, prompts: Sequence[PromptPart], num_tokens: int, seconds: float) -> list[int]:
         """Returns the number of tokens of each of `prompts` that a step computes.

@@ -36,7 +36,7 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "bfloat16", "fp8": "fp8"}  # names of the
 _GPU_COUNTS = (1, 2, 4, 8)  # of the tables of all-reduces
 
 Table = Mapping[float, Union["Table", float]]
-"A time in milliseconds by the sizes that it depends on, one level for each size."
+"A time in milliseconds by the sizes that it depends on, one level for each size, in ascending order."
 
 
 def step_predictor(model: PlannedModel, gpus: GpuGroup, efficiency: Efficiency = ASSUMED) -> StepPredictor:
@@ -51,7 +51,7 @@ def step_predictor(model: PlannedModel, gpus: GpuGroup, efficiency: Efficiency =
 
 def interpolate(table: Table, *sizes: float) -> float:
     """Returns the time at `sizes` in milliseconds. Where points are missing, their nearest neighbours count."""
-    known, (size, *others) = sorted(table), sizes
+    known, (size, *others) = list(table), sizes
 
     def at(place: int) -> float:
         found = table[known[place]]
@@ -165,7 +165,7 @@ def _linears(folder: Path, dtype: str, outputs: float, inputs: float) -> Table:
     """Returns the times of a product with a matrix [outputs, inputs], by rows."""
     table = _gemms(folder, dtype)
     rows = {size for by_inputs in table.values() for by_rows in by_inputs.values() for size in by_rows}
-    return {size: interpolate(table, outputs, inputs, size) for size in rows}
+    return {size: interpolate(table, outputs, inputs, size) for size in sorted(rows)}
 
 
 @functools.cache
@@ -201,7 +201,11 @@ def _table(folder: Path, kind: str, name: str, fixed: Mapping[str, Any], sizes: 
         for size in place:
             inner = inner.setdefault(size, {})
         inner[last] = min(milliseconds, inner.get(last, milliseconds))  # vLLM takes the fastest of several kernels
-    return table
+    return _ascending(table)
+
+
+def _ascending(table: Table) -> Table:
+    return {size: found if isinstance(found, float) else _ascending(found) for size, found in sorted(table.items())}
 
 
 def _version(text: str) -> tuple[int, ...]:

@@ -1,10 +1,10 @@
 """Predicts the time that a client waits, in the median and at p99, with a model of the step loop.
 
-1. A step takes the time of a round plus the time that the rows of its prompts add. Prompts come at random, so their
-   number in a step has a Poisson distribution.
-2. The first token takes the rest of the running step, and the step of its own prompt. A request is more likely to
-   arrive in a longer step. Prompts that arrive during the same running step share the next step; prompt tokens beyond
-   the step's budget take further steps. (With one sequence there is no wait.)
+1. A step takes the time of a round plus the time that the rows of its prompts add. A step computes a limited number of
+   prompts, or one part of a long prompt. Prompts come at random (Poisson), and those that a step has no room for wait
+   for the next one. (The number that waits at the beginning of a step is a Markov chain.)
+2. The first token takes the rest of the running step, the steps of the prompts ahead, and those of its own prompt. A
+   request is more likely to arrive in a longer step. (With one sequence there is no wait.)
 3. The other tokens take a random number of rounds: (n + overshoot) / E on average for n tokens. If X is the number of
    tokens of a round, the overshoot of the last round is (E[X^2] / E - 1) / 2, and the variance is n * Var(X) / E^3
    (renewal theory: Cox 1962). The sum of the steps' times is assumed to be normal.
@@ -18,9 +18,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from cluster.speculation.speed import Acceptance, survivals
 
 _Z99 = 2.3263478740408408  # 99th percentile of the normal distribution
 _PARTS = 40  # parts of the remaining step time
+_MAX_LOAD = 0.97  # of the prompts that steps can compute: clients that wait for answers do not ask faster
+_MAX_BACKLOG = 64  # prompts left by a step; more are not within any limit
+_NEGLIGIBLE = 1e-6  # probability
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,56 +44,142 @@ class Latency:
 
 
 @dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of p99 in seconds; infinite: none."""
+
+    first_token: float
+    between_tokens: float
+
+    def admit(self, found: Latency) -> bool:
+        return found.first_token_p99 <= self.first_token and found.between_tokens_p99 <= self.between_tokens
+
+
+@dataclass(frozen=True)
 class StepLoad:
     """The steps at some load."""
 
-    seconds: tuple[float, ...]  # step time by the number of prompts in it, from 0 to the maximum
-    prompts_a_step: float  # mean
+    seconds: tuple[float, ...]  # step time by the number of prompts, or parts of prompts, in it, from 0 to the maximum
+    prompts_a_step: float  # mean number that comes during a step
     is_alone: bool = False  # no other sequence runs when a request arrives
+    steps_a_prompt: int = 1  # steps with a part of the same prompt; above 1, a step has one part at most
+    num_seqs: int = 1 << 16  # clients: no more prompts can wait
 
     @property
     def most_prompts(self) -> int:
         return len(self.seconds) - 1
 
-    def lengths(self) -> list[tuple[float, float]]:
-        """Returns pairs of a step's seconds and their probability, in ascending order.
-
-        Steps with more than the maximum number of prompts count as full steps.
-        """
-        return [(self.seconds[min(n, self.most_prompts)], p) for n, p in _poisson(self.prompts_a_step)]
-
     @property
+    def most_a_second(self) -> float:
+        """Prompts per second if every step is full."""
+        return self.most_prompts / (self.steps_a_prompt * self.seconds[-1])
+
+    @cached_property
+    def waiting(self) -> npt.NDArray[np.float64]:
+        """Probabilities that 0, 1, ... prompts wait at the beginning of a step.
+
+        If a prompt takes several steps, it is the beginning of the first of these.
+        """
+        most = self.most_prompts
+        coming = _poisson(min(self.prompts_a_step * self.steps_a_prompt, _MAX_LOAD * most))
+        if coming[most + 1 :].sum() < _NEGLIGIBLE:
+            return coming
+        size = len(coming) + _MAX_BACKLOG
+        moves = np.zeros((size, size))  # [waiting, waiting at the next step]
+        for number in range(size):
+            left = max(0, number - most)
+            moves[number, left : left + len(coming)] = coming[: size - left]
+        moves /= moves.sum(axis=1, keepdims=True)
+        # The stationary distribution w: w (moves - 1) = 0, where one equation is replaced by sum(w) = 1.
+        equations = (moves - np.eye(size)).T
+        equations[-1] = 1.0
+        stationary = np.clip(np.linalg.solve(equations, np.eye(size)[-1]), 0.0, 1.0)[: self.num_seqs + 1]
+        return np.asarray(stationary / stationary.sum())
+
+    def lengths(self) -> list[tuple[float, float]]:
+        """Returns pairs of a step's seconds and their probability, in ascending order."""
+        full = self.waiting[self.most_prompts :].sum()
+        shares = [*self.waiting[: self.most_prompts], full]
+        return [(seconds, float(share)) for seconds, share in zip(self.seconds, shares, strict=False)]
+
+    @cached_property
     def mean_seconds(self) -> float:
         return sum(seconds * probability for seconds, probability in self.lengths())
 
     @property
     def variance(self) -> float:
+        """Variance of a step's seconds; of the sum of n steps it is n times as large.
+
+        The steps of one long prompt follow each other, so they count as one in as many.
+        """
         mean = self.mean_seconds
-        return sum((seconds - mean) ** 2 * probability for seconds, probability in self.lengths())
+        return self.steps_a_prompt * sum((seconds - mean) ** 2 * probability for seconds, probability in self.lengths())
+
+    def first_token(self) -> Iterator[tuple[float, float]]:
+        """Yields possible times to the first token in seconds, with their probabilities."""
+        if self.is_alone:
+            yield self._until_first(0), 1.0
+            return
+        for num_waiting, probability in self._likely():
+            running, left = self._running(num_waiting)
+            for num_others, others in enumerate(_poisson(self._coming(running)).tolist()):
+                own = self._until_first(left + num_others)
+                # A request is more likely to arrive in a longer step.
+                weight = probability * running * others / _PARTS
+                for part in range(_PARTS if weight > _NEGLIGIBLE * running else 0):
+                    yield (part + 0.5) / _PARTS * running + own, weight
+
+    @property
+    def mean_first_token(self) -> float:
+        if self.is_alone:
+            return self._until_first(0)
+        total = weights = 0.0
+        for num_waiting, probability in self._likely():
+            running, left = self._running(num_waiting)
+            weight = probability * running
+            total += weight * (running / 2 + self._until_first(left + round(self._coming(running))))
+            weights += weight
+        return total / weights
+
+    def _likely(self) -> Iterator[tuple[int, float]]:
+        return ((number, share) for number, share in enumerate(self.waiting.tolist()) if share > _NEGLIGIBLE)
+
+    def _running(self, num_waiting: int) -> tuple[float, int]:
+        """Returns the seconds of the step, or of those of a long prompt, and the number of prompts that it leaves."""
+        most = self.most_prompts
+        seconds = self.seconds[min(num_waiting, most)] * (self.steps_a_prompt if num_waiting else 1)
+        return seconds, max(0, num_waiting - most)
+
+    def _coming(self, seconds: float) -> float:
+        """Returns the mean number of prompts that come in `seconds`."""
+        return self.prompts_a_step * seconds / self.mean_seconds
+
+    def _until_first(self, num_ahead: int) -> float:
+        full, rest = divmod(min(num_ahead, self.num_seqs - 1), self.most_prompts)
+        return self.steps_a_prompt * (full * self.seconds[-1] + self.seconds[1 + rest])
 
 
-def token_moments(acceptance_rate: float, num_speculative_tokens: int) -> tuple[float, float]:
+def token_moments(acceptance: Acceptance, num_speculative_tokens: int) -> tuple[float, float]:
     """Returns mean and variance of the number X of tokens per round.
 
-    P(X > j) = a**j for j up to k, so E[X^2] is the sum of (2j + 1) a**j.
+    If s_j is the probability that X > j, E[X^2] is the sum of (2j + 1) s_j.
     """
-    survivals = [acceptance_rate**j for j in range(num_speculative_tokens + 1)]
-    mean = sum(survivals)
-    return mean, sum((2 * j + 1) * survival for j, survival in enumerate(survivals)) - mean**2
+    found = survivals(acceptance, num_speculative_tokens)
+    mean = sum(found)
+    return mean, sum((2 * j + 1) * survival for j, survival in enumerate(found)) - mean**2
 
 
-def mean_rounds(acceptance_rate: float, num_speculative_tokens: int, num_tokens: float) -> float:
+def mean_rounds(acceptance: Acceptance, num_speculative_tokens: int, num_tokens: float) -> float:
     """Returns the mean number of rounds until `num_tokens` are committed. Surplus tokens of the last round are lost."""
-    mean, variance = token_moments(acceptance_rate, num_speculative_tokens)
+    mean, variance = token_moments(acceptance, num_speculative_tokens)
     overshoot = ((variance + mean**2) / mean - 1) / 2
     return (num_tokens + overshoot) / mean
 
 
-def latency(load: StepLoad, acceptance_rate: float, num_speculative_tokens: int, answer_tokens: float) -> Latency:
-    first = sorted(_first_token(load))
-    mean_tokens, variance = token_moments(acceptance_rate, num_speculative_tokens)
+def latency(load: StepLoad, acceptance: Acceptance, num_speculative_tokens: int, answer_tokens: float) -> Latency:
+    first = sorted(load.first_token())
+    mean_tokens, variance = token_moments(acceptance, num_speculative_tokens)
     rest = max(answer_tokens - 1, 1.0)
-    rounds, step = mean_rounds(acceptance_rate, num_speculative_tokens, rest), load.mean_seconds
+    rounds, step = mean_rounds(acceptance, num_speculative_tokens, rest), load.mean_seconds
     deviation = math.sqrt(rounds * load.variance + rest * variance / mean_tokens**3 * step**2)
     return Latency(
         first_token=_quantile(first, 0.5),
@@ -96,27 +191,12 @@ def latency(load: StepLoad, acceptance_rate: float, num_speculative_tokens: int,
     )
 
 
-def _first_token(load: StepLoad) -> Iterator[tuple[float, float]]:
-    """Yields possible times to the first token in seconds, with their probabilities."""
-    if load.is_alone:
-        yield load.seconds[1], 1.0
-        return
-    mean, fit = load.mean_seconds, load.most_prompts
-    for running, probability in load.lengths():
-        coming = load.prompts_a_step * running / mean
-        for num_others, others in _poisson(coming):
-            full, rest = divmod(num_others, fit)
-            own = full * load.seconds[fit] + load.seconds[1 + rest]
-            for part in range(_PARTS):
-                # A request is more likely to arrive in a longer step.
-                yield (part + 0.5) / _PARTS * running + own, probability * running / mean * others / _PARTS
-
-
-def _poisson(mean: float) -> Iterator[tuple[int, float]]:
-    """Yields numbers and their probabilities; omits numbers more than about six deviations from the mean."""
-    spread = 6.0 * math.sqrt(mean) + 10.0
-    for n in range(max(0, math.floor(mean - spread)), math.ceil(mean + spread) + 1):
-        yield n, math.exp(n * math.log(mean) - mean - math.lgamma(n + 1)) if mean > 0 else float(n == 0)
+def _poisson(mean: float) -> npt.NDArray[np.float64]:
+    """Returns the probabilities of 0, 1, ... up to about six deviations above the mean."""
+    numbers = np.arange(math.ceil(mean + 6.0 * math.sqrt(mean)) + 4)
+    logs = numbers * math.log(mean) if mean > 0 else np.where(numbers, -np.inf, 0.0)
+    log_factorials = np.concatenate([[0.0], np.cumsum(np.log(numbers[1:]))])
+    return np.asarray(np.exp(logs - mean - log_factorials))
 
 
 def _quantile(weighted: Sequence[tuple[float, float]], share: float) -> float:

@@ -12,6 +12,10 @@ from cluster.planning.kernel_tables import step_predictor
 from cluster.planning.prediction import Option
 from cluster.planning.round_costs import MAX_DEPTH, RUN_AHEAD_HIDES, Drafting
 from cluster.planning.steps import ASSUMED, Efficiency, NoSteps, Roofline
+from cluster.speculation.speed import Acceptance, scaled
+
+PLAIN, HEAD, BESIDE = "no speculation", "EAGLE head in the target", "draft on the target's GPUs"
+"Names of options."
 
 # Published: a 7B draft of a 70B target has an acceptance of 0.78 in FP16 and 0.724 in INT4.
 INT4_ACCEPTANCE_SHARE = 0.724 / 0.78
@@ -32,28 +36,32 @@ class ClusterRequest:
     target_gpus: GpuGroup
     drafts: tuple[PlannedModel, ...]  # alternatives
     draft_gpus: GpuGroup
-    acceptance_rate: float
+    acceptance: Acceptance
     round_trips_seconds: tuple[float, ...]  # round trips to a remote pool
     sidecar_round_trip_seconds: float
     host_cpu: GpuGroup = DEFAULT_HOST_CPU  # the draft's share of the target's host
-    int4_acceptance_rate: float | None = None  # None: in the published ratio
-    ngram_acceptance_rate: float = NGRAM_ACCEPTANCE
+    int4_acceptance: Acceptance | None = None  # None: in the published ratio
+    head_acceptance: Acceptance | None = None  # None: the draft's
+    one_pass_acceptance: Acceptance | None = None  # None: the draft's
+    ngram_acceptance: Acceptance = NGRAM_ACCEPTANCE
+    suffix_acceptance: Acceptance | None = None  # None: unknown
     efficiency: Efficiency = ASSUMED
     num_speculative_tokens: int | None = None  # None: the best number
     memory_utilization: float = 0.9
     block_size: int = 16
 
     def __post_init__(self) -> None:
-        rates = (self.acceptance_rate, self.int4_acceptance_rate or 0.0, self.ngram_acceptance_rate)
-        for rate in rates:
-            if not 0.0 <= rate <= 1.0:
-                raise ConfigurationError(f"an acceptance rate lies between 0 and 1, not {rate:g}")
+        others = (self.int4_acceptance, self.head_acceptance, self.one_pass_acceptance, self.suffix_acceptance)
+        for acceptance in (self.acceptance, self.ngram_acceptance, *others):
+            for rate in acceptance if isinstance(acceptance, tuple) else (acceptance or 0.0,):
+                if not 0.0 <= rate <= 1.0:
+                    raise ConfigurationError(f"an acceptance rate lies between 0 and 1, not {rate:g}")
 
 
 def options(request: ClusterRequest) -> Iterator[Option]:
     """Yields the option without speculation, then the options with it. All have the same target."""
     alone = Option(
-        "no speculation",
+        PLAIN,
         step_predictor(request.target, request.target_gpus, request.efficiency),
         target_dollars_per_hour=request.target_gpus.dollars_per_hour,
         budgets=(Budget((Tenant("target", request.target, 0),), _memory(request, request.target_gpus)),),
@@ -64,26 +72,43 @@ def options(request: ClusterRequest) -> Iterator[Option]:
         for option in _placements(request, alone, draft):
             yield option if len(request.drafts) == 1 else replace(option, name=f"{draft.name}, {option.name}")
     if request.target.steps is not None:
-        yield replace(_beside(request, alone, _head_of(request.target)), name="EAGLE head in the target")
-    yield replace(alone, name="n-gram", drafting=Drafting(NoSteps(), request.ngram_acceptance_rate))
+        head = _beside(request, alone, _head_of(request.target), request.head_acceptance)
+        yield replace(head, name=HEAD)
+    yield replace(alone, name="n-gram", drafting=Drafting(NoSteps(), request.ngram_acceptance))
+    if request.suffix_acceptance is not None:
+        yield replace(alone, name="suffix decoding", drafting=Drafting(NoSteps(), request.suffix_acceptance))
+
+
+def main_options(request: ClusterRequest) -> Iterator[Option]:
+    """Yields the options that differ in how they draft. A pool has a draft device for each target."""
+    for option in options(request):
+        if not option.name.startswith(("sidecar", "host-cpu")):
+            yield replace(option, is_pool=False)
 
 
 def _placements(request: ClusterRequest, alone: Option, draft: PlannedModel) -> Iterator[Option]:
     """Yields the options with `draft`."""
-    yield _beside(request, alone, draft)
+    beside = _beside(request, alone, draft)
+    yield beside
+    yield _in_one_pass(request, beside)
     yield _apart(request, alone, "sidecar", draft, request.sidecar_round_trip_seconds)
     pools = [
         replace(_apart(request, alone, f"pool, {1e3 * seconds:g} ms away", draft, seconds), is_pool=True)
         for seconds in request.round_trips_seconds
     ]
     yield from pools
-    for pool in pools[:1]:
-        if pool.drafting is not None:
-            yield replace(pool, name=f"{pool.name}, one pass", drafting=replace(pool.drafting, is_one_pass=True))
+    yield from (_in_one_pass(request, pool) for pool in pools)
     if draft.dtype != "int4":
         int4 = replace(draft, dtype="int4")
         yield _apart(request, alone, "sidecar, INT4 draft", int4, request.sidecar_round_trip_seconds, is_quantized=True)
     yield _on_host_cpu(request, alone, draft)
+
+
+def _in_one_pass(request: ClusterRequest, option: Option) -> Option:
+    assert option.drafting is not None
+    acceptance = option.drafting.acceptance if request.one_pass_acceptance is None else request.one_pass_acceptance
+    drafting = replace(option.drafting, acceptance=acceptance, is_one_pass=True)
+    return replace(option, name=f"{option.name}, one pass", drafting=drafting)
 
 
 def _head_of(target: PlannedModel) -> PlannedModel:
@@ -97,13 +122,18 @@ def _head_of(target: PlannedModel) -> PlannedModel:
     return replace(target, name="head", num_parameters=in_layers + 2 * hidden * hidden + vocabulary, num_layers=1)
 
 
-def _beside(request: ClusterRequest, alone: Option, draft: PlannedModel) -> Option:
-    """Returns the option with the draft on the target's GPUs, divided among them like the target."""
+def _beside(
+    request: ClusterRequest, alone: Option, draft: PlannedModel, acceptance: Acceptance | None = None
+) -> Option:
+    """Returns the option with the draft on the target's GPUs, divided among them like the target.
+
+    `acceptance`: None: that of the request.
+    """
     steps = step_predictor(draft, request.target_gpus, request.efficiency)
     return replace(
         alone,
-        name="draft beside the target",
-        drafting=Drafting(steps, request.acceptance_rate),
+        name=BESIDE,
+        drafting=Drafting(steps, request.acceptance if acceptance is None else acceptance),
         budgets=plan_pair(request.target, draft, _depth(request), _memory(request, request.target_gpus)),
     )
 
@@ -121,12 +151,12 @@ def _apart(
 
     `is_quantized`: whether `draft` is in INT4, but the user requested another dtype.
     """
-    rate = request.acceptance_rate
+    acceptance = request.acceptance
     if is_quantized:
-        measured = request.int4_acceptance_rate
-        rate = rate * INT4_ACCEPTANCE_SHARE if measured is None else measured
+        measured = request.int4_acceptance
+        acceptance = scaled(acceptance, INT4_ACCEPTANCE_SHARE) if measured is None else measured
     steps = step_predictor(draft, request.draft_gpus, request.efficiency)
-    drafting = Drafting(steps, rate, round_trip, RUN_AHEAD_HIDES, context_tokens=DRAFT_CONTEXT_TOKENS)
+    drafting = Drafting(steps, acceptance, round_trip, RUN_AHEAD_HIDES, context_tokens=DRAFT_CONTEXT_TOKENS)
     option = _on_own_device(request, alone, name, draft, drafting, request.draft_gpus)
     return replace(option, draft_dollars_per_hour=request.draft_gpus.dollars_per_hour)
 
@@ -140,9 +170,7 @@ def _on_host_cpu(request: ClusterRequest, alone: Option, draft: PlannedModel) ->
     draft = draft if draft.dtype in ("int8", "int4") else replace(draft, dtype="int8")
     steps = Roofline(draft.with_wide_head(), request.host_cpu, request.efficiency)
     round_trip = request.sidecar_round_trip_seconds
-    drafting = Drafting(
-        steps, request.acceptance_rate, round_trip, RUN_AHEAD_HIDES, context_tokens=DRAFT_CONTEXT_TOKENS
-    )
+    drafting = Drafting(steps, request.acceptance, round_trip, RUN_AHEAD_HIDES, context_tokens=DRAFT_CONTEXT_TOKENS)
     return _on_own_device(request, alone, f"host-cpu, {draft.dtype.upper()} draft", draft, drafting, request.host_cpu)
 
 

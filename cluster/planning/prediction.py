@@ -11,15 +11,20 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from cluster.engine.memory_plan import Budget
+from cluster.engine.prompt_pace import ALONE_FACTOR
 from cluster.errors import ConfigurationError
 from cluster.planning.kernels import Segments
-from cluster.planning.latency import Latency, StepLoad, latency, mean_rounds
+from cluster.planning.latency import Latency, Limits, StepLoad, latency, mean_rounds
 from cluster.planning.round_costs import MAX_DEPTH, Drafting, PredictedRound, plain_round, round_of
 from cluster.planning.steps import StepPredictor
+from cluster.speculation.speed import Acceptance
 
 _ITERATIONS = 20  # iterations to a fixed point; a few are usually enough
+_CONVERGED = 3e-3  # change from one iteration to the next, relative
+_WORSE_DEPTHS = 3  # after as many depths with fewer answers no more are tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +35,8 @@ class ExpectedLoad:
     prompt_tokens: int
     answer_tokens: int
     max_num_batched_tokens: int = 2048  # tokens of a step
+    cached_tokens: int = 0  # tokens of a prompt in the target's prefix cache
+    max_prefill_seconds: float | None = 0.05  # time that prompts may add to a step (`target.max_prefill_ms`)
     requests_per_second: float | None = None  # over all targets; None: `num_seqs` clients ask without pause
 
     def __post_init__(self) -> None:
@@ -38,6 +45,21 @@ class ExpectedLoad:
                 f"a step of {self.max_num_batched_tokens} tokens has no room for prompts in addition to "
                 f"{self.num_seqs} sequences: raise the former or lower the latter"
             )
+
+        if not 0 <= self.cached_tokens < self.prompt_tokens:
+            raise ConfigurationError(
+                f"{self.cached_tokens} cached tokens of a prompt of {self.prompt_tokens}: at least one is computed"
+            )
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a sequence at its end."""
+        return self.prompt_tokens + self.answer_tokens
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens of a prompt that the target computes."""
+        return self.prompt_tokens - self.cached_tokens
 
     @property
     def mean_context(self) -> float:
@@ -77,25 +99,42 @@ class Option:
         given = self.num_speculative_tokens
         return range(MAX_DEPTH + 1) if given is None else (given,)
 
-    def step_seconds(self, round_: PredictedRound, num_seqs: float, load: ExpectedLoad) -> tuple[float, ...]:
-        """Returns the seconds of a round with 0, 1, 2, ... prompts, up to the number that fits into a step.
+    def steps(self, round_: PredictedRound, num_seqs: float, prompts_a_step: float, load: ExpectedLoad) -> StepLoad:
+        """Returns the rounds with 0, 1, 2, ... prompts, up to the number that fits into a step.
 
         A prompt adds rows to the target's step. It also adds rows to the first step of a draft on the target's device;
-        others read it while the target goes on.
+        others read it while the target goes on. A prompt that adds more than `load.max_prefill_seconds`, or has more
+        tokens than a step, is computed in equal parts.
         """
         rows = round_.num_speculative_tokens + 1
         is_beside = self.drafting is not None and not self.drafting.runs_ahead
         drafting = self.drafting if is_beside and round_.num_speculative_tokens else None
 
-        def steps(num_prompts: int) -> float:
-            prompts = Segments(num_prompts, load.prompt_tokens, 0, sampled_rows=1)
+        def seconds(num_prompts: int, parts: int = 1) -> float:
+            tokens, read = load.computed_tokens / parts, load.prompt_tokens / parts
+            prompts = Segments(num_prompts, tokens, (load.prompt_tokens + load.cached_tokens - tokens) / 2, 1 / parts)
             drafts, verified = (Segments(num_seqs, n, load.mean_context) for n in (1, rows))
-            draft = 0.0 if drafting is None else drafting.steps.seconds((drafts, prompts))
+            draft = 0.0
+            if drafting is not None:
+                read_prompts = Segments(num_prompts, read, (load.prompt_tokens - read) / 2, 1 / parts)
+                draft = drafting.steps.seconds((drafts, read_prompts))
             return draft + self.target.seconds((verified, prompts))
 
-        most = max(1, int((load.max_num_batched_tokens - num_seqs * rows) / load.prompt_tokens))
-        without = round_.seconds - steps(0)
-        return tuple(without + steps(n) for n in range(most + 1))
+        is_alone, without = load.num_seqs == 1, seconds(0)
+        most_tokens = max(1.0, load.max_num_batched_tokens - num_seqs * rows)
+        most = most_tokens / load.computed_tokens
+        if load.max_prefill_seconds is not None:
+            allowed = load.max_prefill_seconds * (ALONE_FACTOR if is_alone else 1)
+            most = min(most, allowed / max(seconds(1) - without, 1e-9))
+        parts = max(1, math.ceil(1 / most))
+        other = round_.seconds - without
+        return StepLoad(
+            tuple(other + seconds(n, parts) for n in range(min(max(1, int(most)), load.num_seqs) + 1)),
+            prompts_a_step,
+            is_alone,
+            parts,
+            load.num_seqs,
+        )
 
     @property
     def sources(self) -> Iterator[str]:
@@ -105,8 +144,8 @@ class Option:
             yield self.drafting.steps.source
 
     @property
-    def acceptance_rate(self) -> float:
-        return 0.0 if self.drafting is None else self.drafting.acceptance_rate
+    def acceptance(self) -> Acceptance:
+        return 0.0 if self.drafting is None else self.drafting.acceptance
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +169,13 @@ class Plan:
         return self.most_seqs is None or self.most_seqs >= self.num_seqs
 
 
-def plan(option: Option, load: ExpectedLoad, context: int | None = None) -> Plan:
+def plan(option: Option, load: ExpectedLoad, context: int | None = None, limits: Limits | None = None) -> Plan:
     """Returns the plan of `option` at `load`.
 
-    `context`: tokens per sequence for which memory is planned; None: prompt and answer.
+    `context`: tokens per sequence for which memory is planned; None: prompt and answer. `limits`: only depths that keep
+    these are considered, if there are any.
     """
-    context = context or load.prompt_tokens + load.answer_tokens
-    fitting = [budget.largest_batch(context) for budget in option.budgets]
+    fitting = [budget.largest_batch(context or load.longest) for budget in option.budgets]
     most_seqs = fitting[0] if fitting else None
     if len(fitting) > 1 and not fitting[1]:
         most_seqs = 0
@@ -146,7 +185,7 @@ def plan(option: Option, load: ExpectedLoad, context: int | None = None) -> Plan
         num_targets, num_seqs, utilization = _sized(option, load, most)
     # If a draft device is too small for a target's sequences, the target needs several.
     num_devices = math.ceil(num_seqs / fitting[1]) if len(fitting) > 1 and fitting[1] else 1
-    steady = _steady(option, num_seqs, load)
+    steady = _steady(option, num_seqs, load, limits)
     share = _share(option, steady.round, num_devices, fitting, num_seqs)
     dollars = None
     if option.target_dollars_per_hour is not None:
@@ -157,7 +196,7 @@ def plan(option: Option, load: ExpectedLoad, context: int | None = None) -> Plan
         num_seqs,
         steady.round,
         rate,
-        latency(steady.load, option.acceptance_rate, steady.round.num_speculative_tokens, load.answer_tokens),
+        steady.latency,
         most_seqs,
         num_targets,
         share,
@@ -171,52 +210,71 @@ def dollars_per_million_tokens(dollars_per_hour: float, tokens_per_second: float
     return dollars_per_hour / 3600 / tokens_per_second * 1e6
 
 
-def most_sequences(
-    option: Option, load: ExpectedLoad, first_token_p99: float, between_tokens_p99: float, limit: int
-) -> int:
-    """Returns the maximum number of sequences, up to `limit`, with p99 latencies within the given seconds.
-
-    Returns 0 if one sequence already exceeds them.
-    """
-    low, high = 0, limit
+def most_sequences(option: Option, load: ExpectedLoad, limits: Limits, most: int) -> int:
+    """Returns the maximum number of sequences, up to `most`, within `limits`. Returns 0 if one already exceeds them."""
+    low, high = 0, most
     option, load = replace(option, budgets=()), replace(load, requests_per_second=None)
     while low < high:
         middle = (low + high + 1) // 2
-        own = plan(option, replace(load, num_seqs=middle)).latency
-        if own.first_token_p99 <= first_token_p99 and own.between_tokens_p99 <= between_tokens_p99:
+        if limits.admit(plan(option, replace(load, num_seqs=middle), limits=limits).latency):
             low = middle
         else:
             high = middle - 1
     return low
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Steady:
     round: PredictedRound
     load: StepLoad
     answers_per_second: float
+    decoding: float  # mean number of sequences that have their first token
+    acceptance: Acceptance
+    answer_tokens: int
+
+    @cached_property
+    def latency(self) -> Latency:
+        return latency(self.load, self.acceptance, self.round.num_speculative_tokens, self.answer_tokens)
 
 
-def _steady(option: Option, num_seqs: int, load: ExpectedLoad) -> _Steady:
-    """Returns the steady state at the depth that gives the most answers."""
-    each = [_steady_at(option, num_seqs, load, depth) for depth in option.depths]
-    return max(each, key=lambda steady: steady.answers_per_second)
+def _steady(option: Option, num_seqs: int, load: ExpectedLoad, limits: Limits | None = None) -> _Steady:
+    """Returns the steady state at the depth that gives the most answers; within `limits`, if one is."""
+    each: list[_Steady] = []
+    for depth in option.depths:
+        each.append(_steady_at(option, num_seqs, load, depth, each[-1] if each else None))
+        best = max(each, key=lambda steady: steady.answers_per_second)
+        if len(each) - each.index(best) > _WORSE_DEPTHS:
+            break
+    each.sort(key=lambda steady: -steady.answers_per_second)
+    return next((steady for steady in each if limits and limits.admit(steady.latency)), each[0])
 
 
-def _steady_at(option: Option, num_seqs: int, load: ExpectedLoad, depth: int) -> _Steady:
-    """Returns the steady state of `num_seqs` sequences at `depth`. Some of them wait for their first token."""
+def _steady_at(
+    option: Option, num_seqs: int, load: ExpectedLoad, depth: int, similar: _Steady | None = None
+) -> _Steady:
+    """Returns the steady state of `num_seqs` sequences at `depth`. Some of them wait for their first token.
+
+    `similar`: that of another depth, which is close.
+    """
     decoding, prompts_a_step = float(num_seqs), 0.0
-    rounds = mean_rounds(option.acceptance_rate, depth, load.answer_tokens - 1)
+    if similar is not None:
+        decoding, prompts_a_step = similar.decoding, similar.load.prompts_a_step
+    rounds = mean_rounds(option.acceptance, depth, load.answer_tokens - 1)
     for _ in range(_ITERATIONS):
         one = option.round(decoding, load, depth, prompts_a_step)
-        step = StepLoad(option.step_seconds(one, decoding, load), prompts_a_step, is_alone=num_seqs == 1)
-        mean = step.mean_seconds
-        first = step.seconds[1] + (0.0 if step.is_alone else mean / 2)
+        step = option.steps(one, decoding, prompts_a_step, load)
+        mean, first = step.mean_seconds, step.mean_first_token
         rate = num_seqs / (first + rounds * mean)
+        if num_seqs > 1 and rate > step.most_a_second:  # the others wait for their first token
+            rate = step.most_a_second
+            first = num_seqs / rate - rounds * mean
         # Damped by half, because a longer step brings more prompts, which lengthen the step.
-        decoding = (decoding + max(1.0, num_seqs - rate * first)) / 2
-        prompts_a_step = 0.0 if num_seqs == 1 else (prompts_a_step + rate * mean) / 2
-    return _Steady(one, step, rate)
+        change = max(1.0, num_seqs - rate * first) - decoding
+        come = 0.0 if num_seqs == 1 else rate * mean
+        decoding, prompts_a_step, before = decoding + change / 2, (prompts_a_step + come) / 2, prompts_a_step
+        if abs(change) < _CONVERGED * num_seqs and abs(come - before) < _CONVERGED * (come + _CONVERGED):
+            break
+    return _Steady(one, step, rate, decoding, option.acceptance, load.answer_tokens)
 
 
 def _sized(option: Option, load: ExpectedLoad, most: int) -> tuple[int, int, float]:

@@ -36,7 +36,7 @@ def plans_table(plans: Sequence[Plan], limits: Sequence[int] | None = None) -> s
         if plan.num_targets > 1 or plan.utilization < 1:
             row[0] += f" ({plan.num_targets} target{'s' if plan.num_targets > 1 else ''}, {plan.utilization:.0%} busy)"
         rows.append(row + ([] if limits is None else [str(limits[index])]))
-    return _aligned(rows)
+    return aligned(rows)
 
 
 def notes(
@@ -115,7 +115,7 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.1f}"
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
+def aligned(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]).rstrip()

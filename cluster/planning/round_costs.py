@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from cluster.planning.kernels import Segments, burst_step
 from cluster.planning.steps import StepPredictor
-from cluster.speculation.speed import expected_tokens, round_seconds
+from cluster.speculation.speed import Acceptance, round_seconds, survivals
 
 MAX_DEPTH = 16
 # Fitted to `bench.pool`: plans are within 20 % of the measurement in 83 of 88 cells, with a median ratio of 1.02
@@ -33,10 +33,10 @@ RUN_AHEAD_HIDES = 0.7
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """The draft: its step times, its acceptance rate, and its round trip."""
+    """The draft: its step times, its acceptance, and its round trip."""
 
     steps: StepPredictor
-    acceptance_rate: float
+    acceptance: Acceptance
     round_trip_seconds: float = 0.0
     hidden_share: float = 0.0  # share of drafting and round trip that run-ahead hides; 0: on one device
     is_one_pass: bool = False  # whether one step makes all drafts of a round
@@ -107,7 +107,7 @@ def round_of(
     """Returns the round of `num_seqs` sequences with `context` tokens each. The draft skips `num_skipped` of these."""
     return PredictedRound(
         num_speculative_tokens,
-        expected_tokens(drafting.acceptance_rate, num_speculative_tokens),
+        sum(survivals(drafting.acceptance, num_speculative_tokens)),
         drafting.seconds(num_seqs, context - num_skipped, num_speculative_tokens),
         drafting.round_trip_seconds,
         target.seconds((Segments(num_seqs, num_speculative_tokens + 1, context),)),

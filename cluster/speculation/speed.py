@@ -23,6 +23,9 @@ from cluster.speculation.step_times import StepTimes
 
 FloatArray = npt.NDArray[np.float64]
 
+Acceptance = float | tuple[float, ...]
+"The probability that a draft is accepted if all before it are: one for all places, or one by place; the last goes on."
+
 
 def expected_tokens(acceptance_rate: float, num_speculative_tokens: float) -> float:
     """Returns E of `num_speculative_tokens` drafts, each accepted independently with `acceptance_rate`."""
@@ -30,6 +33,25 @@ def expected_tokens(acceptance_rate: float, num_speculative_tokens: float) -> fl
     if acceptance_rate == 1.0:
         return num_speculative_tokens + 1.0
     return float((1 - acceptance_rate ** (num_speculative_tokens + 1)) / (1 - acceptance_rate))
+
+
+def survivals(acceptance: Acceptance, num_speculative_tokens: int) -> list[float]:
+    """Returns the probabilities that the first 0, 1, ... of `num_speculative_tokens` drafts are accepted.
+
+    Their sum is E.
+    """
+    rates = acceptance if isinstance(acceptance, tuple) else (acceptance,)
+    found = [1.0]
+    for place in range(num_speculative_tokens):
+        found.append(found[-1] * rates[min(place, len(rates) - 1)])
+    return found
+
+
+def scaled(acceptance: Acceptance, factor: float) -> Acceptance:
+    """Returns `factor` times the acceptance, at most 1."""
+    if isinstance(acceptance, tuple):
+        return tuple(min(1.0, rate * factor) for rate in acceptance)
+    return min(1.0, acceptance * factor)
 
 
 def acceptance_rate_of(tokens_a_round: float, num_speculative_tokens: float) -> float:

@@ -12,6 +12,7 @@ from cluster.config.file import load_config
 from cluster.engine.memory_plan import PlannedModel
 from cluster.errors import ConfigurationError
 from cluster.planning.hardware import DEFAULT_HOST_CPU, GPUS, HOST_CPUS, parse_gpus, parse_price
+from cluster.planning.latency import Limits
 from cluster.planning.options import LOCAL_ROUND_TRIP_SECONDS, NGRAM_ACCEPTANCE, ClusterRequest, options
 from cluster.planning.prediction import ExpectedLoad, Option, most_sequences, plan
 from cluster.planning.report import notes, plans_table, to_json
@@ -67,6 +68,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="rate to serve, with the number of targets that it takes",
     )
     load.add_argument("--prompt-tokens", type=above_zero(int), default=512, metavar="N", help="default 512")
+    load.add_argument(
+        "--cached-tokens", type=int, default=0, metavar="N", help="of a prompt, in the target's prefix cache; default 0"
+    )
+    load.add_argument(
+        "--max-prefill-ms",
+        type=above_zero(float),
+        default=50.0,
+        metavar="MS",
+        help="`target.max_prefill_ms`; default 50",
+    )
     load.add_argument("--answer-tokens", type=above_zero(int), default=256, metavar="N", help="default 256")
     load.add_argument(
         "--context",
@@ -143,6 +154,8 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.prompt_tokens,
         arguments.answer_tokens,
         arguments.max_num_batched_tokens,
+        arguments.cached_tokens,
+        arguments.max_prefill_ms / 1e3,
         arguments.requests_per_second,
     )
     efficiency = Efficiency(
@@ -175,12 +188,12 @@ def _request(arguments: argparse.Namespace, efficiency: Efficiency) -> ClusterRe
         target_gpus=parse_gpus(arguments.target_gpus, prices),
         drafts=_drafts(arguments.draft),
         draft_gpus=parse_gpus(arguments.draft_gpus, prices),
-        acceptance_rate=arguments.acceptance,
+        acceptance=arguments.acceptance,
         round_trips_seconds=_round_trips(arguments.round_trip_ms),
         sidecar_round_trip_seconds=arguments.sidecar_round_trip_ms / 1e3,
         host_cpu=parse_gpus(arguments.host_cpu),
-        int4_acceptance_rate=arguments.int4_acceptance,
-        ngram_acceptance_rate=arguments.ngram_acceptance,
+        int4_acceptance=arguments.int4_acceptance,
+        ngram_acceptance=arguments.ngram_acceptance,
         efficiency=efficiency,
         num_speculative_tokens=arguments.num_speculative_tokens,
         memory_utilization=arguments.memory_utilization,
@@ -211,7 +224,8 @@ def _limits(arguments: argparse.Namespace, found: list[Option], load: ExpectedLo
         return None
     most = min(_MOST_SEQS, load.max_num_batched_tokens - 1)
     return [
-        most_sequences(option, load, (first or math.inf) / 1e3, (between or math.inf) / 1e3, most) for option in found
+        most_sequences(option, load, Limits((first or math.inf) / 1e3, (between or math.inf) / 1e3), most)
+        for option in found
     ]
 
 

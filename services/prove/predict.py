@@ -11,10 +11,11 @@ from cluster.config import Config
 from cluster.engine.memory_plan import PlannedModel
 from cluster.errors import ConfigurationError
 from cluster.planning.hardware import GPUS, GpuGroup, find_gpu
+from cluster.planning.kernel_tables import step_predictor
 from cluster.planning.options import LOCAL_ROUND_TRIP_SECONDS
 from cluster.planning.prediction import ExpectedLoad, Option, Plan, plan
 from cluster.planning.round_costs import RUN_AHEAD_HIDES, Drafting
-from cluster.planning.steps import NoSteps, Roofline, StepPredictor
+from cluster.planning.steps import NoSteps, StepPredictor
 from services.prove.devices import Device, describe
 from services.prove.systems import BESIDE, PLAIN, REMOTE, Experiment
 
@@ -42,14 +43,14 @@ class Forecast:
         """Returns the plan for another acceptance rate; None without a draft or a plan."""
         if self.option is None or self.option.drafting is None:
             return None
-        return plan(replace(self.option, drafting=replace(self.option.drafting, acceptance_rate=rate)), self.load)
+        return plan(replace(self.option, drafting=replace(self.option.drafting, acceptance=rate)), self.load)
 
 
 def predict(experiment: Experiment) -> list[Forecast]:
     """Predicts all placements at all numbers of streams.
 
-    GPUs are predicted from their data sheets, CPUs from steps that are timed here. A forecast without an option has a
-    reason, `why_not`.
+    GPUs are predicted from measured kernels or data sheets, CPUs from steps that are timed here. A forecast without an
+    option has a reason, `why_not`.
     """
     loads = {
         num_streams: ExpectedLoad(
@@ -57,6 +58,7 @@ def predict(experiment: Experiment) -> list[Forecast]:
             experiment.prompt_tokens,
             experiment.max_tokens,
             experiment.config.target.max_num_batched_tokens,
+            max_prefill_seconds=experiment.config.target.max_prefill_seconds,
         )
         for num_streams in experiment.streams
     }
@@ -106,7 +108,7 @@ def _tried(steps: Callable[[], _Curves]) -> _Curves | str:
 def _target_steps(experiment: Experiment, loads: Mapping[int, ExpectedLoad]) -> _Curves:
     config, device = experiment.config, experiment.target
     if device.kind == "cuda":
-        return dict.fromkeys(loads, _roofline(config.target, config.target.model, device))
+        return dict.fromkeys(loads, _on_gpu(config.target, config.target.model, device))
     if config.target.engine != "torch":
         raise ConfigurationError(f"the planner has no step times of target.engine {config.target.engine} on a CPU")
     from services.plan.measure import measure_target  # it runs the engine, so it imports torch
@@ -121,7 +123,7 @@ def _draft_steps(experiment: Experiment, device: Device, loads: Mapping[int, Exp
     if config.draft.drafter not in ("model", "vllm"):
         raise ConfigurationError(f"the planner has no step times of draft.drafter {config.draft.drafter}")
     if device.kind == "cuda":
-        return dict.fromkeys(loads, _roofline(config.draft, config.draft.model, device))
+        return dict.fromkeys(loads, _on_gpu(config.draft, config.draft.model, device))
     if config.draft.drafter == "vllm":
         raise ConfigurationError("the planner has no step times of draft.drafter vllm on a CPU")
     from services.plan.measure import measure_draft  # it runs the engine, so it imports torch
@@ -142,10 +144,10 @@ def _on(config: Config, pool: str, device: Device) -> Config:
     return config.model_copy(update={pool: getattr(config, pool).model_copy(update=device.settings)})
 
 
-def _roofline(worker: Any, model: str, device: Device) -> Roofline:
+def _on_gpu(worker: Any, model: str, device: Device) -> StepPredictor:
     name = describe(device)
     gpu = find_gpu(name.partition(" (")[0])
     if gpu is None:
         raise ConfigurationError(f"the planner has no data sheet of {name}; it has those of {', '.join(GPUS)}")
     dtype = worker.quantization or _DTYPES[worker.dtype]
-    return Roofline(PlannedModel.parse(f"{model}:{dtype}"), GpuGroup(gpu))
+    return step_predictor(PlannedModel.parse(f"{model}:{dtype}"), GpuGroup(gpu))

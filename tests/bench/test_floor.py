@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from bench.capacity import PLAIN
 from bench.floor import BAR, HARDSHIPS, Hardship, cases, endure, run
+from cluster.planning.options import PLAIN
 from tests.soak import length
 
 _SECONDS_IN_CI = {  # the whole list takes minutes

@@ -14,7 +14,7 @@ def test_by_default_the_published_cluster_is_planned(capsys: pytest.CaptureFixtu
     printed = capsys.readouterr().out
     for option in (
         "no speculation",
-        "draft beside the target",
+        "draft on the target's GPUs",
         "sidecar",
         "pool, 10 ms away",
         "INT4 draft",

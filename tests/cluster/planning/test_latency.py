@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -76,3 +77,28 @@ def test_chance_in_the_tokens_a_round_spreads_answers() -> None:
     assert own.between_tokens == pytest.approx(0.020 * 100.904 / 2.176 / 100, rel=1e-3)
     # variance of the rounds: 100 * (6.112 - 4.735) / 2.176^3 = 13.36, deviation 3.655; 2.326 * 3.655 * 20 ms / 100
     assert own.between_tokens_p99 - own.between_tokens == pytest.approx(0.001701, rel=1e-2)
+
+
+def test_prompts_that_a_step_has_no_room_for_wait() -> None:
+    rng, mean, waiting, seen = random.Random(0), 0.8, 0, [0] * 200
+    for _ in range(100_000):
+        seen[waiting] += 1
+        coming, product = 0, rng.random()
+        while product > math.exp(-mean):  # Poisson, as Knuth draws it
+            coming, product = coming + 1, product * rng.random()
+        waiting = max(0, waiting - 1) + coming
+    load = StepLoad((0.020, 0.070), mean)
+    assert load.waiting[:4].tolist() == pytest.approx([count / 100_000 for count in seen[:4]], abs=0.01)
+    # one step in 1 / 0.8 has a prompt
+    assert load.mean_seconds == pytest.approx(0.060, rel=0.01)
+
+
+def test_a_long_prompt_takes_several_steps() -> None:
+    own = StepLoad((0.020, 0.070), 1e-9, steps_a_prompt=4)
+    assert own.mean_first_token == pytest.approx(0.010 + 4 * 0.070)
+    assert latency(own, 0.0, 0, 64).first_token_p99 == pytest.approx(0.300, abs=0.001)
+
+
+def test_acceptance_may_differ_by_place() -> None:
+    # 1 + 0.8 + 0.8 * 0.5 + 0.8 * 0.5 * 0.5
+    assert token_moments((0.8, 0.5), 3)[0] == pytest.approx(2.4)

@@ -10,6 +10,7 @@ import pytest
 from cluster.engine.memory_plan import PlannedModel
 from cluster.errors import ConfigurationError
 from cluster.planning.hardware import parse_gpus
+from cluster.planning.latency import Limits
 from cluster.planning.options import ClusterRequest, options
 from cluster.planning.prediction import ExpectedLoad, Option, Plan, dollars_per_million_tokens, most_sequences, plan
 from cluster.planning.round_costs import RUN_AHEAD_HIDES, Drafting
@@ -26,7 +27,7 @@ def request(draft: str = "1B", **changes: object) -> ClusterRequest:
         target_gpus=parse_gpus("4xA100-80"),
         drafts=tuple(map(PlannedModel.parse, draft.split(","))),
         draft_gpus=parse_gpus("A10G"),
-        acceptance_rate=0.8,
+        acceptance=0.8,
         round_trips_seconds=(0.0005, 0.010),
         sidecar_round_trip_seconds=0.0002,
     )
@@ -95,10 +96,10 @@ def test_requests_take_as_many_targets_as_they_need() -> None:
 
 def test_the_most_sequences_within_a_limit() -> None:
     load = ExpectedLoad(1, 100, 64)
-    most = most_sequences(_ALONE, load, 1.0, 0.030, 64)
+    most = most_sequences(_ALONE, load, Limits(1.0, 0.030), 64)
     inside, outside = (plan(_ALONE, replace(load, num_seqs=n)).latency for n in (most, most + 1))
     assert inside.between_tokens_p99 <= 0.030 < outside.between_tokens_p99
-    assert most_sequences(_ALONE, load, 1.0, 0.010, 64) == 0
+    assert most_sequences(_ALONE, load, Limits(1.0, 0.010), 64) == 0
 
 
 def test_draft_devices_of_a_pool_and_of_a_sidecar() -> None:
@@ -106,7 +107,7 @@ def test_draft_devices_of_a_pool_and_of_a_sidecar() -> None:
     near = plans["pool, 0.5 ms away"]
     assert plans["sidecar"].draft_devices_per_target == 1
     assert near.draft_devices_per_target == 1 / int(near.round.targets_fed)
-    assert plans["draft beside the target"].draft_devices_per_target == 0
+    assert plans["draft on the target's GPUs"].draft_devices_per_target == 0
     # 12 dollars, and half a draft GPU of one
     assert near.dollars_per_hour == pytest.approx(12 + near.draft_devices_per_target)
 
@@ -116,7 +117,7 @@ def test_targets_share_what_a_draft_device_hides() -> None:
     assert plans["sidecar"].round.hidden_share == RUN_AHEAD_HIDES
     near = plans["pool, 0.5 ms away"]
     assert near.round.hidden_share == pytest.approx(RUN_AHEAD_HIDES * near.draft_devices_per_target)
-    assert plans["draft beside the target"].round.hidden_share == 0
+    assert plans["draft on the target's GPUs"].round.hidden_share == 0
 
 
 def test_memory_decides_what_fits_and_how_many_draft_gpus_it_takes() -> None:
@@ -171,7 +172,7 @@ def test_a_better_host_drafts_faster_and_a_full_memory_is_seen() -> None:
 
 def test_bad_input_is_named() -> None:
     with pytest.raises(ConfigurationError, match=r"between 0 and 1, not 1\.2"):
-        request(acceptance_rate=1.2)
+        request(acceptance=1.2)
     with pytest.raises(
         ConfigurationError, match="a step of 8 tokens has no room for prompts in addition to 8 sequences"
     ):
@@ -187,6 +188,30 @@ def test_draft_devices_are_as_many_as_what_runs_needs() -> None:
 
 
 def test_an_int4_draft_that_is_never_accepted_is_taken_at_its_word() -> None:
-    never = {o.name: o for o in options(request(int4_acceptance_rate=0.0))}
-    rates = {name: o.drafting.acceptance_rate for name, o in never.items() if o.drafting and "INT4" in name}
+    never = {o.name: o for o in options(request(int4_acceptance=0.0))}
+    rates = {name: o.drafting.acceptance for name, o in never.items() if o.drafting and "INT4" in name}
     assert set(rates.values()) == {0.0}
+
+
+def test_cached_tokens_of_a_prompt_cost_nothing_but_their_kv() -> None:
+    load = ExpectedLoad(8, 400, 64)
+    whole, cached = (plan(_ALONE, one) for one in (load, replace(load, cached_tokens=300)))
+    assert cached.tokens_per_second > whole.tokens_per_second
+    with pytest.raises(ConfigurationError, match="400 cached tokens of a prompt of 400"):
+        replace(load, cached_tokens=400)
+
+
+def test_long_prompts_are_read_in_parts() -> None:
+    # 1,000 rows add 360 ms to a step of 20 ms: 8 parts of at most 50 ms
+    load = ExpectedLoad(2, 1000, 64)
+    whole, parts = (plan(_ALONE, replace(load, max_prefill_seconds=most)).latency for most in (None, 0.05))
+    assert whole.pause_p99 > 0.3
+    assert parts.pause_p99 < 0.08
+
+
+def test_within_limits_another_depth_may_be_taken() -> None:
+    # a verify step of over 100 rows takes longer, so that answers are faster on average and slower at p99
+    load, limits = ExpectedLoad(24, 10, 200), Limits(math.inf, 0.0165)
+    free, limited = plan(_DRAFTED, load), plan(_DRAFTED, load, limits=limits)
+    assert limits.admit(limited.latency)
+    assert limited.tokens_per_second <= free.tokens_per_second
