@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from cluster.planning.latency import Limits
-from cluster.planning.prediction import ExpectedLoad, Option, Plan, most_sequences, plan
+from cluster.planning.prediction import WORSE_DEPTHS, ExpectedLoad, Option, Plan, most_sequences, plan
 from cluster.speculation.speed import scaled
 
 MAX_SEQS = 256  # sequences of a target; as many as vLLM runs by default (`max_num_seqs`)
@@ -38,10 +38,20 @@ class Capacity:
 
 
 def capacity(option: Option, load: ExpectedLoad, limits: Limits) -> Capacity:
+    """Returns the capacity at the depth that serves the most requests per dollar.
+
+    Fewer sequences with more drafts each may serve more requests than the most sequences within the limits.
+    """
     most = min([MAX_SEQS, *(budget.largest_batch(load.longest) for budget in option.budgets)])
-    num_seqs = most_sequences(option, load, limits, most)
-    found = plan(option, replace(load, num_seqs=num_seqs), limits=limits) if num_seqs else None
-    return Capacity(option, found, load.answer_tokens)
+    each: list[Capacity] = []
+    for depth in option.depths:
+        own = replace(option, num_speculative_tokens=depth)
+        num_seqs = most_sequences(own, load, limits, most)
+        found = plan(own, replace(load, num_seqs=num_seqs)) if num_seqs else None
+        each.append(Capacity(option, found, load.answer_tokens))
+        if len(each) - each.index(best(each)) > WORSE_DEPTHS:
+            break
+    return best(each)
 
 
 def best(capacities: Sequence[Capacity]) -> Capacity:

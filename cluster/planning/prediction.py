@@ -24,7 +24,7 @@ from cluster.speculation.speed import Acceptance
 
 _ITERATIONS = 20  # iterations to a fixed point; a few are usually enough
 _CONVERGED = 3e-3  # change from one iteration to the next, relative
-_WORSE_DEPTHS = 3  # after as many depths with fewer answers no more are tried
+WORSE_DEPTHS = 3  # after as many depths with fewer answers no more are tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +243,7 @@ def _steady(option: Option, num_seqs: int, load: ExpectedLoad, limits: Limits | 
     for depth in option.depths:
         each.append(_steady_at(option, num_seqs, load, depth, each[-1] if each else None))
         best = max(each, key=lambda steady: steady.answers_per_second)
-        if len(each) - each.index(best) > _WORSE_DEPTHS:
+        if len(each) - each.index(best) > WORSE_DEPTHS:
             break
     each.sort(key=lambda steady: -steady.answers_per_second)
     return next((steady for steady in each if limits and limits.admit(steady.latency)), each[0])
