@@ -5,9 +5,7 @@
 2. The first token takes the rest of the running step, and the step of its own prompt. A request is more likely to
    arrive in a longer step. Prompts that arrive during the same running step share the next step; prompt tokens beyond
    the step's budget take further steps. (With one sequence there is no wait.)
-3. The other tokens take a random number of rounds: (n + overshoot) / E on average for n tokens. If X is the number of
-   tokens of a round, the overshoot of the last round is (E[X^2] / E - 1) / 2, and the variance is n * Var(X) / E^3
-   (renewal theory: Cox 1962). The sum of the steps' times is assumed to be normal.
+3. The other tokens take a random number of rounds (`cluster.speculation.answer_time`).
 
 The model ignores requests that queue for memory or come faster than they are answered; `prediction` reports these
 cases.
@@ -19,7 +17,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-_Z99 = 2.3263478740408408  # 99th percentile of the normal distribution
+from cluster.speculation import answer_time
+
 _PARTS = 40  # parts of the remaining step time
 
 
@@ -63,37 +62,27 @@ class StepLoad:
         return sum((seconds - mean) ** 2 * probability for seconds, probability in self.lengths())
 
 
-def token_moments(acceptance_rate: float, num_speculative_tokens: int) -> tuple[float, float]:
-    """Returns mean and variance of the number X of tokens per round.
-
-    P(X > j) = a**j for j up to k, so E[X^2] is the sum of (2j + 1) a**j.
-    """
-    survivals = [acceptance_rate**j for j in range(num_speculative_tokens + 1)]
-    mean = sum(survivals)
-    return mean, sum((2 * j + 1) * survival for j, survival in enumerate(survivals)) - mean**2
-
-
 def mean_rounds(acceptance_rate: float, num_speculative_tokens: int, num_tokens: float) -> float:
     """Returns the mean number of rounds until `num_tokens` are committed. Surplus tokens of the last round are lost."""
-    mean, variance = token_moments(acceptance_rate, num_speculative_tokens)
-    overshoot = ((variance + mean**2) / mean - 1) / 2
-    return (num_tokens + overshoot) / mean
+    return answer_time.mean_rounds(*_moments(acceptance_rate, num_speculative_tokens), num_tokens)
 
 
 def latency(load: StepLoad, acceptance_rate: float, num_speculative_tokens: int, answer_tokens: float) -> Latency:
     first = sorted(_first_token(load))
-    mean_tokens, variance = token_moments(acceptance_rate, num_speculative_tokens)
-    rest = max(answer_tokens - 1, 1.0)
-    rounds, step = mean_rounds(acceptance_rate, num_speculative_tokens, rest), load.mean_seconds
-    deviation = math.sqrt(rounds * load.variance + rest * variance / mean_tokens**3 * step**2)
+    moments = _moments(acceptance_rate, num_speculative_tokens)
+    rest, step = max(answer_tokens - 1, 1.0), load.mean_seconds
     return Latency(
         first_token=_quantile(first, 0.5),
         first_token_p99=_quantile(first, 0.99),
-        between_tokens=rounds * step / rest,
-        between_tokens_p99=(rounds * step + _Z99 * deviation) / rest,
+        between_tokens=answer_time.mean_rounds(*moments, rest) * step / rest,
+        between_tokens_p99=answer_time.seconds_per_token_p99(*moments, rest, step, load.variance),
         # One in E gaps between tokens is a step, the others are zero.
-        pause_p99=_quantile(load.lengths(), max(0.0, 1 - 0.01 * mean_tokens)),
+        pause_p99=_quantile(load.lengths(), max(0.0, 1 - 0.01 * moments[0])),
     )
+
+
+def _moments(acceptance_rate: float, num_speculative_tokens: int) -> tuple[float, float]:
+    return answer_time.token_moments([acceptance_rate**depth for depth in range(1, num_speculative_tokens + 1)])
 
 
 def _first_token(load: StepLoad) -> Iterator[tuple[float, float]]:
