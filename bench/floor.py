@@ -80,6 +80,8 @@ class Outcome:
     tokens_per_second: float
     depth: float  # mean k
     between_tokens_p99: float  # seconds
+    first_token_p99: float = 0.0  # seconds
+    num_answers: int = 0
 
 
 @functools.cache
@@ -106,6 +108,7 @@ def run(
     to_come = list(events)
     running: dict[str, Client] = {}
     between: list[float] = []
+    first: list[float] = []
 
     def take(outputs: Sequence[GenerationOutput]) -> None:
         now = cluster.time.now()
@@ -116,6 +119,7 @@ def run(
                 del running[output.request_id]
                 if client.first_at >= _WARM_UP_SHARE * seconds:
                     between.append((client.last_at - client.first_at) / (client.num_tokens - 1) / _SCALE)
+                    first.append((client.first_at - client.asked_at) / _SCALE)
                 heapq.heappush(due, now + rng.random() * _SCALE * planned.round.seconds)
 
     def go_on(until: float) -> None:
@@ -135,7 +139,8 @@ def run(
     go_on(seconds)
     after = cluster.num_tokens, cluster.num_draft_tokens, cluster.num_rounds
     tokens, drafts, rounds = (now - then for now, then in zip(after, before, strict=True))
-    return Outcome(_SCALE * tokens / (cluster.time.now() - started_at), drafts / rounds, p99(between))
+    rate = _SCALE * tokens / (cluster.time.now() - started_at)
+    return Outcome(rate, drafts / rounds, p99(between), p99(first), len(between))
 
 
 def endure(hardship: Hardship) -> tuple[Outcome, Outcome]:

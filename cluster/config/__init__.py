@@ -149,6 +149,23 @@ class Config(Section):
                 raise ValueError(f"draft.in_process_threads device needs {setting} {supported}, not {value}")
 
     @model_validator(mode="after")
+    def _output_limit_can_be_kept(self) -> Config:
+        limit, device = self.speculation.output_token_ms, self.draft.in_process_threads == "device"
+        chooser = None
+        if self.draft.drafter == "engine":
+            chooser = "with draft.drafter engine vLLM does: set another draft.drafter"
+        elif self.drafts_in_process and self.target.engine == "vllm":
+            chooser = "with draft.placement in-process vLLM's step does: set draft.placement to sidecar"
+        elif self.drafts_in_process and device:
+            chooser = "with draft.in_process_threads device the device does: set draft.in_process_threads to auto"
+        if limit is not None and chooser is not None and self.speculation.num_speculative_tokens:
+            raise ValueError(
+                f"speculation.output_token_ms {limit:g} needs the controller to choose k, but {chooser}, or leave the "
+                "limit out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _host_cpu_can_work(self) -> Config:
         if not self.drafts_on_host_cpu:
             return self

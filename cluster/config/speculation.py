@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveFloat, model_validator
 
 from cluster.config.types import Section
 
@@ -48,6 +49,21 @@ class SpeculationConfig(Section):
     draft_timeout_ms: Annotated[float, Field(gt=0)] = Field(
         50.0, description="milliseconds that a step waits for a proposal before it decodes plainly"
     )
+    output_token_ms: PositiveFloat | None = Field(
+        None,
+        description="limit of an answer's mean milliseconds per output token after its first, at p99 over answers of "
+        "at least 32 tokens: the controller chooses the k with the most tokens per second that is predicted to keep "
+        "it, or else the k that comes closest; null: no limit. A request may set its own",
+    )
+
+    @model_validator(mode="after")
+    def _limit_needs_a_choice(self) -> SpeculationConfig:
+        if self.output_token_ms is not None and self.controller == "fixed" and self.num_speculative_tokens:
+            raise ValueError(
+                f"output_token_ms {self.output_token_ms:g} needs a controller that chooses k: set controller goodput, "
+                "or num_speculative_tokens 0"
+            )
+        return self
 
     @model_validator(mode="after")
     def _default_within_limit(self) -> SpeculationConfig:
@@ -67,6 +83,11 @@ class SpeculationConfig(Section):
     @property
     def draft_timeout_seconds(self) -> float:
         return self.draft_timeout_ms / 1e3
+
+    @property
+    def output_limit(self) -> float:
+        """`output_token_ms` in seconds; infinite without a limit."""
+        return math.inf if self.output_token_ms is None else self.output_token_ms / 1e3
 
     @property
     def tunes_draft_temperature(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -146,6 +147,11 @@ class TargetConfig(WorkerConfig):
         "draft workers also read its tokenizer",
     )
     replicas: PositiveInt = Field(1, description="number of target workers that the launcher starts")
+    first_token_ms: PositiveFloat | None = Field(
+        None,
+        description="limit of the milliseconds from a request's arrival at a target to its first token, at p99; "
+        "null: no limit",
+    )
     max_waiting_tokens: PositiveInt = Field(
         2**22,
         description="waiting prompt tokens, each sequence counted as at least 256, at which routers try another "
@@ -178,6 +184,11 @@ class TargetConfig(WorkerConfig):
         description="folder that must contain all adapters loaded at run time (`outrider adapter load`); null: none "
         "can be loaded",
     )
+
+    @property
+    def first_token_limit(self) -> float:
+        """`first_token_ms` in seconds; infinite without a limit."""
+        return math.inf if self.first_token_ms is None else self.first_token_ms / 1e3
 
     @property
     def takes_adapters(self) -> bool:

@@ -20,6 +20,7 @@ The next `plan` does all other work, such as planning, counting, and learning fr
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -157,8 +158,12 @@ class Coordinator:
             depths[sequence] = self.planner.verified_depth(sequence) if may_come or sequence.num_ready else 0
         planner = self.planner
         if planner.measures and planner.steps.is_known:
-            # Probes, and requests that set their number of drafts, get all their rows.
-            adjustable = {s: n for s, n in depths.items() if n and s.is_automatic and s is not planner.probe}
+            # Probes, requests that set their number of drafts, and those whose limit needs the drafts get all rows.
+            adjustable = {
+                s: n
+                for s, n in depths.items()
+                if n and s.is_automatic and s is not planner.probe and math.isinf(planner.limit_of(s))
+            }
             num_other_rows = len(depths) + sum(depths.values()) - sum(adjustable.values())
             for sequence, num_rows in self._reservations.reserve(adjustable, self._collected, num_other_rows).items():
                 sequence.reserved(num_rows)
@@ -267,7 +272,8 @@ class Coordinator:
             now = self._clock()
             planned = [s for s in chain(decoding, joining) if self._openings.may_be_drafted_for(s, now)]
             best = self._balancer.best(planned[0].params.temperature, now) if planned else None
-            self.planner.plan(planned, best, num_rows)
+            others = [s for s in chain(decoding, joining) if not self._openings.may_be_drafted_for(s, now)]
+            self.planner.plan(planned, best, num_rows, others)
             num_draftable = sum(map(self._openings.would_be_drafted_for, decoding))
             self._gains.planned(planned, self._balancer.active.values(), num_rows, num_draftable)
 

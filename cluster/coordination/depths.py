@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,7 +17,7 @@ from cluster.speculation.speed import Speed, tokens_per_round
 from cluster.speculation.step_times import StepTimes
 from cluster.speculation.tree import RoundTime, Shape
 from cluster.speculation.tree_policy import Template, TreePolicy
-from cluster.speculation.tuning import PLAN_STEPS, PRIOR, RECENT, TRIAL_COST, WINDOW, has_load_changed
+from cluster.speculation.tuning import LIMIT_TOKENS, PLAN_STEPS, PRIOR, RECENT, TRIAL_COST, WINDOW, has_load_changed
 
 
 class DepthPlanner:
@@ -35,6 +36,7 @@ class DepthPlanner:
         self.num_planned_rows = 0  # number of sequences in the step of the last plan
         self.has_drafts = True  # whether the last plan gave any sequence drafts
         self.is_plain_step = False  # the current step leaves drafts out
+        self.spare_seconds = math.inf  # time that prompts may add to a step within the limits, by the last plan
         self.probe: SpeculativeSequence | None = None
         self._opening_template: Template | None = None
         self._opening_tokens: float | None = None  # expected tokens per round of a new sequence; None before a plan
@@ -49,6 +51,9 @@ class DepthPlanner:
         self._steps_to_plan = 0.0
         self._steps_to_plain, self._steps_to_probe = WINDOW, 0
         self._num_probes = 0
+        self._inverse_tokens = (
+            1.0 / LIMIT_TOKENS
+        )  # mean inverse number of an answer's tokens, as in its time's variance
 
     # Sequences.
 
@@ -67,7 +72,14 @@ class DepthPlanner:
             depth = min(asked, self.max_depth)
             sequence.planned(depth, None, tokens_per_round(acceptance.survival()[:depth]))
 
+    def limit_of(self, sequence: SpeculativeSequence) -> float:
+        """Returns the limit of mean seconds per output token of `sequence`; infinite without a limit."""
+        return self._config.output_limit if sequence.output_limit is None else sequence.output_limit
+
     def leave(self, sequence: SpeculativeSequence) -> None:
+        num_tokens = len(sequence.token_ids) - sequence.num_prompt_tokens
+        if num_tokens >= LIMIT_TOKENS:
+            self._inverse_tokens += (1.0 / (num_tokens - 1) - self._inverse_tokens) / WINDOW
         if sequence.acceptance is not None:  # a sequence that never joined was not counted in `steps`
             self.steps.ended()
             # Rounds since the last plan are ignored. Well-drafted answers end within a few deep rounds, so these
@@ -118,8 +130,16 @@ class DepthPlanner:
         self._steps_to_plan -= 1
         return self._steps_to_plan <= 0 or has_load_changed(num_rows, self.num_planned_rows)
 
-    def plan(self, decoding: Sequence[SpeculativeSequence], best: ActiveLink | None, num_rows: int) -> None:
+    def plan(
+        self,
+        decoding: Sequence[SpeculativeSequence],
+        best: ActiveLink | None,
+        num_rows: int,
+        others: Sequence[SpeculativeSequence] = (),
+    ) -> None:
         """Sets the depths of the sequences in `decoding`. The next step has `num_rows` sequences, these included.
+
+        `others`: sequences of the step that cannot get drafts, which only have limits.
 
         Assumes that sequences without a link will get the link `best`; None: no link is up.
         """
@@ -135,9 +155,16 @@ class DepthPlanner:
             if link is not None:
                 self.drafted_by(sequence, link.model)
             assert sequence.acceptance is not None
-            costs = None if link is None else link.costs
-            candidates.append(Candidate(sequence.acceptance, self.max_depth, costs, sequence.num_speculative_tokens))
-        step = NextStep(candidates, num_rows, self.trees.templates(), 1.0 / self.realised.share)
+            costs, asked = None if link is None else link.costs, sequence.num_speculative_tokens
+            candidates.append(Candidate(sequence.acceptance, self.max_depth, costs, asked, self.limit_of(sequence)))
+        step = NextStep(
+            candidates,
+            num_rows,
+            self.trees.templates(),
+            1.0 / self.realised.share,
+            list(map(self.limit_of, others)),
+            1.0 / self._inverse_tokens,
+        )
         choice = self._controller.choose(step)
         chosen = []
         for sequence, depth, tokens in zip(decoding, choice.num_drafts, choice.expected_tokens, strict=True):
@@ -149,6 +176,7 @@ class DepthPlanner:
             self.initial_depth, self._opening_tokens = sorted(chosen)[len(chosen) // 2]
             self._opening_template = choice.template
         self.has_drafts = any(choice.num_drafts)
+        self.spare_seconds = choice.spare_seconds
         has_links = any(candidate.costs is not None for candidate in candidates)
         self._predicted = choice.tokens_per_second / num_rows if has_links else 0.0
         if self.has_drafts:

@@ -26,9 +26,14 @@ class PromptPart:
 class PromptPace:
     """Learns the time that prompt tokens add to a step, and limits their number to a set time."""
 
-    def __init__(self, max_seconds: float | None, max_rows: int) -> None:
-        """`max_seconds`: time that prompts may add to a step; None: unlimited. `max_rows`: maximum rows of a step."""
+    def __init__(self, max_seconds: float | None, max_rows: int, first_token_limit: float = math.inf) -> None:
+        """`max_seconds`: time that prompts may add to a step; None: unlimited. `max_rows`: maximum rows of a step.
+
+        `first_token_limit`: seconds in which waiting prompts should have their first tokens.
+        """
+        self.spare_seconds = math.inf  # what running answers with limits leave of a step; may lower `max_seconds`
         self._max_seconds = max_seconds
+        self._first_token_limit = first_token_limit
         self._plain = LearnedCurve(max_rows)  # times of steps without prompts
         self._cost = _TokenCost()
         self._most_tokens = _FIRST_TOKENS
@@ -57,14 +62,29 @@ class PromptPace:
         is_telling = added_seconds > _TELLING_SHARE * self._max_seconds
         self._cost.observe(before, added_seconds / num_tokens, is_telling=is_telling)
 
-    def budget(self, *, is_alone: bool) -> float:
-        """Returns the seconds that prompts may add to a step.
+    def budget(self, *, is_alone: bool, prompts: Sequence[PromptPart] = (), num_rows: int = 0) -> float:
+        """Returns the seconds that `prompts` may add to a step of `num_rows` other rows.
 
-        `is_alone`: the step has only one prompt and nothing else.
+        `is_alone`: the step has only one prompt and nothing else. Answers with limits leave `spare_seconds`, but
+        prompts get at least what their own limit needs, up to the set time.
         """
         if self._max_seconds is None:
             return math.inf
-        return self._max_seconds * (ALONE_FACTOR if is_alone else 1)
+        if is_alone:
+            return self._max_seconds * ALONE_FACTOR
+        return min(self._max_seconds, max(self.spare_seconds, self._needed_seconds(prompts, num_rows)))
+
+    def _needed_seconds(self, prompts: Sequence[PromptPart], num_rows: int) -> float:
+        """Returns the seconds of prompts in each step that complete all `prompts` in half of the limit.
+
+        The other half is for the wait before the first step, and for prompts that come later. At least a microsecond,
+        the smallest time that `share` divides.
+        """
+        all_seconds, half = self.seconds(prompts), self._first_token_limit / 2
+        if all_seconds >= half:
+            return math.inf
+        plain = self._plain.seconds(num_rows) if num_rows and self._plain.is_known else 0.0
+        return max(1e-6, plain * all_seconds / (half - all_seconds))
 
     def share(self, prompts: Sequence[PromptPart], num_tokens: int, seconds: float) -> list[int]:
         """Returns the number of tokens of each of `prompts` that a step computes.

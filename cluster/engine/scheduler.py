@@ -119,7 +119,7 @@ class Scheduler(Generic[SequenceT]):
         self.waiting: FairQueue[SequenceT] = FairQueue(attrgetter("owner"), limits.max_num_seqs, num_kv_tokens)
         self.running: list[SequenceT] = []
         self.num_preemptions = 0
-        self.pace = PromptPace(limits.max_prefill_seconds, limits.max_num_batched_tokens)
+        self.pace = PromptPace(limits.max_prefill_seconds, limits.max_num_batched_tokens, limits.first_token_limit)
         self._blocks = blocks
         self._limits = limits
         self._max_scored_tokens = max_scored_tokens
@@ -222,7 +222,11 @@ class Scheduler(Generic[SequenceT]):
             draft_budget -= len(drafts)
             budget -= len(drafts)
             step.append(_schedule(sequence, 1, drafts))
-        seconds = self.pace.budget(is_alone=len(prefilling) == 1 and not step)
+        seconds = self.pace.budget(
+            is_alone=len(prefilling) == 1 and not step,
+            prompts=[PromptPart(self._longest_chunk(s), s.num_computed_tokens) for s in prefilling],
+            num_rows=self._limits.max_num_batched_tokens - budget,
+        )
         for sequences in self._in_turns(prefilling):
             prompts = [PromptPart(self._longest_chunk(s), s.num_computed_tokens) for s in sequences]
             chunks = self.pace.share(prompts, budget, seconds)

@@ -5,9 +5,7 @@
    for the next one. (The number that waits at the beginning of a step is a Markov chain.)
 2. The first token takes the rest of the running step, the steps of the prompts ahead, and those of its own prompt. A
    request is more likely to arrive in a longer step. (With one sequence there is no wait.)
-3. The other tokens take a random number of rounds: (n + overshoot) / E on average for n tokens. If X is the number of
-   tokens of a round, the overshoot of the last round is (E[X^2] / E - 1) / 2, and the variance is n * Var(X) / E^3
-   (renewal theory: Cox 1962). The sum of the steps' times is assumed to be normal.
+3. The other tokens take a random number of rounds (`cluster.speculation.answer_time`).
 
 The model ignores requests that queue for memory or come faster than they are answered; `prediction` reports these
 cases.
@@ -23,9 +21,9 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from cluster.speculation import answer_time
 from cluster.speculation.speed import Acceptance, survivals
 
-_Z99 = 2.3263478740408408  # 99th percentile of the normal distribution
 _PARTS = 40  # parts of the remaining step time
 _MAX_LOAD = 0.97  # of the prompts that steps can compute: clients that wait for answers do not ask faster
 _MAX_BACKLOG = 64  # prompts left by a step; more are not within any limit
@@ -158,37 +156,27 @@ class StepLoad:
         return self.steps_a_prompt * (full * self.seconds[-1] + self.seconds[1 + rest])
 
 
-def token_moments(acceptance: Acceptance, num_speculative_tokens: int) -> tuple[float, float]:
-    """Returns mean and variance of the number X of tokens per round.
-
-    If s_j is the probability that X > j, E[X^2] is the sum of (2j + 1) s_j.
-    """
-    found = survivals(acceptance, num_speculative_tokens)
-    mean = sum(found)
-    return mean, sum((2 * j + 1) * survival for j, survival in enumerate(found)) - mean**2
-
-
 def mean_rounds(acceptance: Acceptance, num_speculative_tokens: int, num_tokens: float) -> float:
     """Returns the mean number of rounds until `num_tokens` are committed. Surplus tokens of the last round are lost."""
-    mean, variance = token_moments(acceptance, num_speculative_tokens)
-    overshoot = ((variance + mean**2) / mean - 1) / 2
-    return (num_tokens + overshoot) / mean
+    return answer_time.mean_rounds(*_moments(acceptance, num_speculative_tokens), num_tokens)
 
 
 def latency(load: StepLoad, acceptance: Acceptance, num_speculative_tokens: int, answer_tokens: float) -> Latency:
     first = sorted(load.first_token())
-    mean_tokens, variance = token_moments(acceptance, num_speculative_tokens)
-    rest = max(answer_tokens - 1, 1.0)
-    rounds, step = mean_rounds(acceptance, num_speculative_tokens, rest), load.mean_seconds
-    deviation = math.sqrt(rounds * load.variance + rest * variance / mean_tokens**3 * step**2)
+    moments = _moments(acceptance, num_speculative_tokens)
+    rest, step = max(answer_tokens - 1, 1.0), load.mean_seconds
     return Latency(
         first_token=_quantile(first, 0.5),
         first_token_p99=_quantile(first, 0.99),
-        between_tokens=rounds * step / rest,
-        between_tokens_p99=(rounds * step + _Z99 * deviation) / rest,
+        between_tokens=answer_time.mean_rounds(*moments, rest) * step / rest,
+        between_tokens_p99=answer_time.seconds_per_token_p99(*moments, rest, step, load.variance),
         # One in E gaps between tokens is a step, the others are zero.
-        pause_p99=_quantile(load.lengths(), max(0.0, 1 - 0.01 * mean_tokens)),
+        pause_p99=_quantile(load.lengths(), max(0.0, 1 - 0.01 * moments[0])),
     )
+
+
+def _moments(acceptance: Acceptance, num_speculative_tokens: int) -> tuple[float, float]:
+    return answer_time.token_moments(survivals(acceptance, num_speculative_tokens)[1:])
 
 
 def _poisson(mean: float) -> npt.NDArray[np.float64]:

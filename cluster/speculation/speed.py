@@ -74,14 +74,18 @@ def tokens_per_round(survival: Iterable[float]) -> float:
     return 1.0 + sum(survival)
 
 
-def best_prefix(num_tokens: FloatArray, seconds: FloatArray) -> tuple[float, tuple[int, ...]]:
+def best_prefix(
+    num_tokens: FloatArray, seconds: FloatArray, excess: FloatArray | None = None
+) -> tuple[float, tuple[int, ...]]:
     """Returns the most tokens per second with the first drafts of a list, and the place of the last of these drafts.
 
     The list has the drafts, or groups of drafts, in order of worth. `num_tokens` [..., n]: expected committed tokens of
     the step with the drafts up to each one; other axes are alternatives. `seconds` [..., n]: its duration; infinite
-    where these drafts are not allowed.
+    where these drafts are not allowed. `excess` [..., n]: only drafts with the least excess over limits are considered.
     """
     rates = num_tokens / np.maximum(seconds, 1e-9)
+    if excess is not None:
+        rates = np.where(excess <= excess.min(), rates, 0.0)
     place = tuple(int(index) for index in np.unravel_index(rates.argmax(), rates.shape))
     return float(rates[place]), place
 

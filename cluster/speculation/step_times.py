@@ -83,18 +83,37 @@ class StepTimes:
         Each step follows a wait of `wait_seconds` for proposals. Includes the time for the prompt tokens that these
         tokens cause. Requires a known step time.
         """
+        num_steps, mean, _ = self._steps_of(rows, tokens)
+        return np.asarray(num_steps * (mean + wait_seconds), np.float64)
+
+    def step_moments(self, rows: FloatArray, tokens: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """Returns mean and variance of the seconds of a step, without its wait.
+
+        The arguments are those of `seconds`, but sequences that wait for their prompts do not count as waiting steps.
+        The variance is that between steps with prompts and steps without. A long prompt takes several steps in a row,
+        so these count as one larger step.
+        """
+        _, mean, variance = self._steps_of(rows, tokens)
+        return mean, variance
+
+    def _steps_of(
+        self, rows: FloatArray | IntArray, tokens: FloatArray | IntArray
+    ) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Returns the number of steps in which `rows` rows commit `tokens`, and mean and variance of their seconds."""
         seen = self._num_prompt_tokens, self._num_joined, self._num_ended, self._num_committed
         if min(seen) < 1.0 / WINDOW:  # they have faded
-            return np.asarray(self.curve.at(rows) + wait_seconds, np.float64)
-        demand = tokens * (self._num_ended / self._num_committed) * (self._num_prompt_tokens / self._num_joined)
+            return np.ones(np.shape(rows)), self.curve.at(rows), np.zeros(np.shape(rows))
+        prompt_tokens = self._num_prompt_tokens / self._num_joined
+        demand = tokens * (self._num_ended / self._num_committed) * prompt_tokens
         num_steps = np.maximum(1.0, demand / self._most_prompt_tokens)
         num_with_prompts = np.clip(
             demand, self._num_prompt_tokens / self._num_steps_with_prompts, self._most_prompt_tokens
         )
         share = np.minimum(1.0, demand / num_with_prompts)
         without = self.curve.at(rows / num_steps)
-        with_prompts = self.curve.at(rows / num_steps + num_with_prompts)
-        return np.asarray(num_steps * (without + share * (with_prompts - without) + wait_seconds), np.float64)
+        added = self.curve.at(rows / num_steps + num_with_prompts) - without
+        variance = share * (1.0 - share) * np.maximum(1.0, prompt_tokens / num_with_prompts) * added**2
+        return num_steps, without + share * added, variance
 
     def room_for_drafts(self, num_rows: int) -> int:
         """Returns the mean number of draft tokens that a step of `num_rows` sequences has room for.

@@ -28,6 +28,10 @@ LOAD_CHANGE = 2  # a plan ends early if the number of sequences is multiplied or
 LEAST_GAIN = 1.02  # minimum predicted gain, of drafts on a device and of trees over chains: times err by about 2 %
 TRIAL_COST = 0.005  # maximum share of the tokens that drafts may cost while they only measure
 
+# Limits.
+LIMIT_TOKENS = 32  # minimum tokens of an answer to which a limit applies: the mean of fewer is mostly chance
+MAX_CLASSES = 4  # limits that a step distinguishes: each one lengthens a plan by a tenth
+
 KEEP = 1.0 - 1.0 / WINDOW  # decay of a count, per observation
 RECENT = round(1.0 / RATE)  # observations that most of an average with `RATE` consists of
 

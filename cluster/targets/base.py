@@ -62,6 +62,7 @@ class GenerationRequest:
     adapter: str = ""  # LoRA; "": none
     adapter_fingerprint: str = ""  # fingerprint of the adapter's contents; "": any contents
     conversation: bytes = b""  # the same for all turns of a conversation; b"": unknown
+    output_limit: float | None = None  # limit of mean seconds per output token after the first; None: the target's
     is_traced: bool = False  # whether the target also publishes the admission
     arrived_at: float = field(default_factory=time.monotonic)
 

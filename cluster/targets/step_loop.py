@@ -267,6 +267,7 @@ class StepLoop(Target):
             if not (generation.is_prefilling or generation in self._postponed)
         ]
         self._coordinator.plan(decoding, self._joining())
+        self._scheduler.pace.spare_seconds = self._coordinator.planner.spare_seconds
         launches_ahead = self.launches_ahead and not (
             any(generation.needs_host for generation in self._scheduler.running)
             or self._coordinator.expects_drafts(decoding)

@@ -61,6 +61,7 @@ class Generation(engine.Sequence):
                 max_len,
                 request.cache_root,
                 request.conversation,
+                request.output_limit,
             ),
         )
 

@@ -25,6 +25,7 @@ class Coupling:
     num_prompt_tokens: int  # tokens of vLLM's prompt that no other target generated
     num_speculative_tokens: int | None = None  # None: the controller decides
     conversation: bytes = b""  # the same for all turns of a conversation; b"": unknown
+    output_limit: float | None = None  # limit of mean seconds per output token after the first; None: the target's
 
     def to_extra_args(self) -> dict[str, Any]:
         return {
@@ -34,6 +35,7 @@ class Coupling:
                 "num_prompt_tokens": self.num_prompt_tokens,
                 "num_speculative_tokens": self.num_speculative_tokens,
                 "conversation": self.conversation,
+                "output_limit": self.output_limit,
             }
         }
 

@@ -77,6 +77,12 @@ _DRAFTED = _rate("vllm:spec_decode_num_draft_tokens_total")
 _ROUNDS = _rate("vllm:spec_decode_num_drafts_total")
 _FAILED = _rate("outrider_requests_total", matchers='code=~"5.."')
 _FAILING = f"({_FAILED} or vector(0)) / " + _rate("outrider_requests_total", matchers='code!="499"')
+_WITHIN_LIMITS = " / ".join(
+    (
+        _rate("outrider_limit_ratio_bucket", "limit", 'le="1.0"'),
+        f"clamp_min({_rate('outrider_limit_ratio_count', 'limit')}, 1e-9)",
+    )
+)
 
 OVERVIEW = Dashboard(
     "overview",
@@ -143,6 +149,12 @@ OVERVIEW = Dashboard(
                     _quantiles("vllm:request_time_per_output_token_seconds"),
                 ),
                 Panel("Whole request", "To its last token.", "s", _quantiles("vllm:e2e_request_latency_seconds")),
+                Panel(
+                    "Within limits",
+                    "Share of the requests that kept their limit.",
+                    "percentunit",
+                    (Query(_WITHIN_LIMITS, "{{limit}}"),),
+                ),
             ),
         ),
     ),

@@ -16,6 +16,7 @@ from cluster.telemetry.tracing import check_tracing, make_tracer
 from cluster.tokenization import Tokenizer
 from cluster.transport.listening import Listener
 from protos.speculation.v1 import target_pb2_grpc
+from services.target.request_limits import RequestLimits
 from services.target.router_calls import Calls
 from services.target.servicer import TargetServicer
 from services.target.traits import traits_of
@@ -53,13 +54,19 @@ async def _serve(config: Config, target: Target, tokenizer_fingerprint: str) -> 
         folder = resolve_model_folder(config.target.model)
         grammars = GrammarCompiler(folder, target.model.vocab_size, target.model.eos_token_ids)
     listener = Listener.of(config.tls, "target")
+    limits = RequestLimits(config)
     metrics_url = serve_readings(
-        config.target, lambda: chain(target.readings(), [_cache_info(target)]), config.served_model_id, listener
+        config.target,
+        lambda: chain(target.readings(), limits.readings(), [_cache_info(target)]),
+        config.served_model_id,
+        listener,
     )
     address = advertised_address(config.target)
     # Here, as it starts a thread: the engine may have started processes before.
     tracer = make_tracer(config.tracing, "outrider-target", address)
-    calls = Calls(target, config.speculation.max_speculative_tokens, tracer, grammars, config.target.max_waiting_tokens)
+    calls = Calls(
+        target, config.speculation.max_speculative_tokens, tracer, grammars, config.target.max_waiting_tokens, limits
+    )
     servicer = TargetServicer(
         calls,
         target,

@@ -52,6 +52,9 @@ def to_engine(
             f"num_speculative_tokens {k} exceeds this cluster's limit of {max_speculative_tokens}",
             param="num_speculative_tokens",
         )
+    output_token_ms = request.output_token_ms if request.HasField("output_token_ms") else None
+    if output_token_ms is not None and not output_token_ms > 0:
+        raise InvalidRequestError(f"output_token_ms {output_token_ms:g} is not positive", param="outrider")
     _check_number(len(request.stop_token_ids), _MAX_STOP_TOKENS, "stop_token_ids")
     _check_token_ids(request.stop_token_ids, target.model.vocab_size, "stop_token_ids")
     for field in ("num_logprobs", "num_prompt_logprobs"):
@@ -76,6 +79,7 @@ def to_engine(
         adapter=request.adapter,
         adapter_fingerprint=request.adapter_fingerprint,
         conversation=request.conversation[:MAX_KEY_BYTES],
+        output_limit=None if output_token_ms is None else output_token_ms / 1e3,
         is_traced=is_traced,
     )
 

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from cluster.config import Config
 from cluster.engine.sequence import FinishReason
 from cluster.errors import InternalError, InvalidRequestError, OutriderError, OverloadedError, UnavailableError
 from cluster.grammars.compiler import GrammarCompiler
@@ -18,6 +19,7 @@ from cluster.telemetry.tracing import Tracer
 from cluster.wire.replies import UNFINISHED, CallReply, RoundCounts
 from protos.speculation.v1 import target_pb2
 from services.shared_limit import SharedLimit
+from services.target.request_limits import RequestLimits
 from services.target.requests import to_engine
 from services.target.tracing import CallTrace, trace_call
 
@@ -92,8 +94,10 @@ class Calls:
         tracer: Tracer | None = None,
         grammars: GrammarCompiler | None = None,
         max_waiting_tokens: int = 2**22,
+        limits: RequestLimits | None = None,
     ) -> None:
         self._target = target
+        self._limits = limits or RequestLimits(Config())
         self._waiting_tokens = SharedLimit(max_waiting_tokens)
         # Owners and tokens of requests that have generated nothing yet, by ID in the engine.
         self._waiting: dict[str, tuple[bytes, int]] = {}
@@ -147,6 +151,7 @@ class Calls:
             if self.is_draining:
                 raise UnavailableError("the target is shutting down")
             self._let_wait(request_id, request)
+            self._limits.started(request_id, request)
             generation = to_engine(
                 request, request_id, self._target, self._max_speculative_tokens, is_traced=trace is not None
             )
@@ -230,6 +235,7 @@ class Calls:
                     continue
             if output.token_ids:
                 self._end_waiting(output.request_id)
+                self._limits.committed(output.request_id, len(output.token_ids))
             stream.put(call, _to_reply(output))
             if output.finish_reason is not None:
                 self._end(output.request_id, output.finish_reason)
@@ -260,6 +266,7 @@ class Calls:
         if compiling is not None and compiling is not asyncio.current_task():
             compiling.cancel()
         self._end_waiting(request_id)
+        self._limits.ended(request_id)
         stream, call, trace = self._running.pop(request_id)
         del stream.running[call]
         error = error or stream.error

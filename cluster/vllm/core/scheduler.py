@@ -283,10 +283,9 @@ class RoundScheduler(Scheduler):
         lengths = [request.num_tokens - request.num_computed_tokens for request in [*prompts, *waiting]]
         # vLLM has one limit for all prompts, so each is assumed to cost as much as the one with the longest context.
         furthest = max(request.num_computed_tokens for request in [*prompts, *waiting])
-        seconds = self.pace.budget(is_alone=len(lengths) == 1 and not num_rows)
-        shares = self.pace.share(
-            [PromptPart(length, furthest) for length in lengths], max(0, budget - num_rows), seconds
-        )
+        parts = [PromptPart(length, furthest) for length in lengths]
+        seconds = self.pace.budget(is_alone=len(lengths) == 1 and not num_rows, prompts=parts, num_rows=num_rows)
+        shares = self.pace.share(parts, max(0, budget - num_rows), seconds)
         # vLLM may preempt the youngest scheduled request, so if blocks could run short, the step must include all.
         if not self.may_lack_blocks:
             # vLLM serves running requests before waiting ones, so a partly computed prompt would also get their shares.

@@ -197,6 +197,7 @@ class CoordinatedRounds(Rounds):
                 min(request.num_prompt_tokens + request.max_tokens, self._limits.max_model_len),
                 root_of(request.cache_salt),
                 coupling.conversation,
+                coupling.output_limit,
             )
         return sequence
 

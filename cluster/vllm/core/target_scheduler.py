@@ -82,7 +82,9 @@ class CoordinatedScheduler(PoolScheduler):
         self._request_times = RequestTimes()
         self._num_committed_tokens = 0
         self._has_draft_workers = config.has_draft_workers
-        self.pace = PromptPace(config.target.max_prefill_seconds, self.max_num_scheduled_tokens)
+        self.pace = PromptPace(
+            config.target.max_prefill_seconds, self.max_num_scheduled_tokens, config.target.first_token_limit
+        )
         if self._has_draft_workers:
             self.rounds = ProfilingRounds(speculation.max_speculative_tokens)
         elif settings.drafts_on_device:

@@ -375,7 +375,9 @@ class VllmTarget(Target):
 
     def _sampling_params(self, request: GenerationRequest) -> VllmSamplingParams:
         k = request.num_speculative_tokens
-        coupling = Coupling(request.params, request.noise_key, request.num_prompt_tokens, k, request.conversation)
+        coupling = Coupling(
+            request.params, request.noise_key, request.num_prompt_tokens, k, request.conversation, request.output_limit
+        )
         values = fields_of(request.params) | {"logit_bias": dict(request.params.logit_bias) or None}  # vLLM's names
         if self._is_coupled:  # for vLLM all requests are greedy
             shaped = (

@@ -482,6 +482,7 @@ class GenerateRequest(_message.Message):
     ADAPTER_FINGERPRINT_FIELD_NUMBER: _builtins.int
     CONVERSATION_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKEN_MS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     num_generated_tokens: _builtins.int
     """trailing prompt tokens that another target generated"""
@@ -515,6 +516,8 @@ class GenerateRequest(_message.Message):
     """Who has a share of the target, as large as other owners'. `priority` then orders the requests of the owner. Empty:
     `priority` orders it among all requests.
     """
+    output_token_ms: _builtins.float
+    """Limit of an answer's mean milliseconds per output token after its first (p99 over answers). Absent: the worker's own."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -549,10 +552,11 @@ class GenerateRequest(_message.Message):
         adapter_fingerprint: _builtins.str = ...,
         conversation: _builtins.bytes = ...,
         owner: _builtins.bytes = ...,
+        output_token_ms: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_num_speculative_tokens", b"_num_speculative_tokens", "constraints", b"constraints", "num_logprobs", b"num_logprobs", "num_prompt_logprobs", b"num_prompt_logprobs", "num_speculative_tokens", b"num_speculative_tokens", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_num_speculative_tokens", b"_num_speculative_tokens", "_output_token_ms", b"_output_token_ms", "constraints", b"constraints", "num_logprobs", b"num_logprobs", "num_prompt_logprobs", b"num_prompt_logprobs", "num_speculative_tokens", b"num_speculative_tokens", "output_token_ms", b"output_token_ms", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_num_speculative_tokens", b"_num_speculative_tokens", "adapter", b"adapter", "adapter_fingerprint", b"adapter_fingerprint", "cache_salt", b"cache_salt", "choice_index", b"choice_index", "constraints", b"constraints", "conversation", b"conversation", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "num_generated_tokens", b"num_generated_tokens", "num_logprobs", b"num_logprobs", "num_prompt_logprobs", b"num_prompt_logprobs", "num_speculative_tokens", b"num_speculative_tokens", "owner", b"owner", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_num_speculative_tokens", b"_num_speculative_tokens", "_output_token_ms", b"_output_token_ms", "adapter", b"adapter", "adapter_fingerprint", b"adapter_fingerprint", "cache_salt", b"cache_salt", "choice_index", b"choice_index", "constraints", b"constraints", "conversation", b"conversation", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "num_generated_tokens", b"num_generated_tokens", "num_logprobs", b"num_logprobs", "num_prompt_logprobs", b"num_prompt_logprobs", "num_speculative_tokens", b"num_speculative_tokens", "output_token_ms", b"output_token_ms", "owner", b"owner", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_logprobs: _TypeAlias = _typing.Literal["num_logprobs"]  # noqa: Y015
     _WhichOneofArgType__num_logprobs: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs"]  # noqa: Y015
@@ -560,12 +564,16 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__num_prompt_logprobs: _TypeAlias = _typing.Literal["_num_prompt_logprobs", b"_num_prompt_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__num_speculative_tokens: _TypeAlias = _typing.Literal["num_speculative_tokens"]  # noqa: Y015
     _WhichOneofArgType__num_speculative_tokens: _TypeAlias = _typing.Literal["_num_speculative_tokens", b"_num_speculative_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__output_token_ms: _TypeAlias = _typing.Literal["output_token_ms"]  # noqa: Y015
+    _WhichOneofArgType__output_token_ms: _TypeAlias = _typing.Literal["_output_token_ms", b"_output_token_ms"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_logprobs) -> _WhichOneofReturnType__num_logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_prompt_logprobs) -> _WhichOneofReturnType__num_prompt_logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_speculative_tokens) -> _WhichOneofReturnType__num_speculative_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__output_token_ms) -> _WhichOneofReturnType__output_token_ms | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 

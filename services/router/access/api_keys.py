@@ -2,7 +2,7 @@
 
     # name:key, or name:sha256:hex, so that the file does not contain the key itself; then attributes of the name
     alice:sk-5f1d...
-    oncall:sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08 priority=all
+    oncall:sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08 priority=all output_token_ms=40
 
 A name may have several keys, for example an old and a new one during a rotation; they share the limits of the name.
 Only the SHA-256 of each key is kept in memory, and no message quotes a key.
@@ -16,9 +16,9 @@ import hmac
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal
 
 from cluster.errors import ConfigurationError
 from cluster.transport.file_watch import FileWatch
@@ -29,6 +29,7 @@ LOOK_INTERVAL_S = 0.5
 _NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
 _KEY = re.compile(r"[!-~]{1,512}")
 _SHA256 = re.compile(r"sha256:([0-9a-fA-F]{64})")
+_MS = re.compile(r"0*[1-9][0-9]*(\.[0-9]+)?|0*\.0*[1-9][0-9]*")
 _SHORT_KEY = 16  # characters; a shorter one can be guessed
 
 
@@ -38,20 +39,24 @@ class KeyAttributes:
 
     # own: `priority` orders the requests of the name; all: it orders them among those of all names.
     priority: Literal["own", "all"] = "own"
+    # Limit of mean milliseconds per output token of requests without their own; None: the target's.
+    output_token_ms: float | None = None
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> KeyAttributes:
         """Raises ValueError unless each of `words` is attribute=value."""
-        values = {field.name: get_args(get_type_hints(cls)[field.name]) for field in fields(cls)}
         given: dict[str, Any] = {}
         for word in words:
             name, _, value = word.partition("=")
-            if value not in values.get(name, ()):
-                known = "; ".join(f"{name}={' or '.join(allowed)}" for name, allowed in values.items())
-                raise ValueError(f"after the key only attributes may follow: {known}")  # the word may be part of a key
+            if not (
+                (name == "priority" and value in ("own", "all")) or (name == "output_token_ms" and _MS.fullmatch(value))
+            ):
+                raise ValueError(  # without the word, which may be part of a key
+                    "after the key only attributes may follow: priority=own or all; output_token_ms=MILLISECONDS"
+                )
             if name in given:
                 raise ValueError(f"{name} is given twice")
-            given[name] = value
+            given[name] = value if name == "priority" else float(value)
         return cls(**given)
 
 

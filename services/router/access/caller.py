@@ -19,6 +19,7 @@ class Caller:
     role: Role
     sees_workers: bool = False  # whether it may see the workers' addresses
     has_priority: bool = False  # whether its requests' priority orders them among those of all keys
+    output_token_ms: float | None = None  # limit of its requests without their own; None: the target's
 
     @property
     def owner(self) -> bytes:

@@ -109,8 +109,9 @@ class Credentials:
             return None
         if (name := self._clients.name_of(key)) is not None:
             is_operator = self._own_operators is not None and self._own_operators.name_of(key) is not None
-            has_priority = self._clients.attributes_of(name).priority == "all"
-            return Caller(name, "client", sees_workers=is_operator, has_priority=has_priority)
+            attributes = self._clients.attributes_of(name)
+            has_priority, limit = attributes.priority == "all", attributes.output_token_ms
+            return Caller(name, "client", sees_workers=is_operator, has_priority=has_priority, output_token_ms=limit)
         return self._scraper(key, route) or self._launcher(key, route)
 
     def admin(self, key: bytes | None, route: str) -> Caller | None:

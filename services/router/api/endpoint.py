@@ -98,6 +98,7 @@ class _Prompts:
     routing_keys: list[RoutingKey]  # one for each prompt
     cache_salt: str
     owner: bytes  # who uses turns at targets
+    output_token_ms: float | None  # limit of the request or else of its key; None: the target's
     echoes: list[str]  # text that each prompt's choices begin with; "" without `echo`
 
 
@@ -175,6 +176,9 @@ class ApiEndpoint(abc.ABC, Generic[R]):
         prompts = [request.truncate(prompt, limits.max_model_len) for prompt in prompts]
         salt, caller = self._cache_salt(request, scope), caller_of(scope)
         owner = b"" if caller is None else caller.owner
+        output_token_ms = request.outrider.output_token_ms
+        if output_token_ms is None and caller is not None:
+            output_token_ms = caller.output_token_ms
         root = f"{'' if adapter is None else adapter.fingerprint} {salt}"
         name = request.prompt_cache_key or Headers(scope=scope).get("x-session-id") or None  # a header may be empty
 
@@ -182,7 +186,7 @@ class ApiEndpoint(abc.ABC, Generic[R]):
             for prompt in prompts:
                 check_prompt(prompt, limits.vocab_size, request.prompt_field)
             keys = [RoutingKey.of(prompt, opening=request.opening, name=name, root=root) for prompt in prompts]
-            return _Prompts(prompts, keys, salt, owner, self._echoes(request, prompts))
+            return _Prompts(prompts, keys, salt, owner, output_token_ms, self._echoes(request, prompts))
 
         return await run_in_thread_if_large(cost, prepare)
 
@@ -277,6 +281,7 @@ class ApiEndpoint(abc.ABC, Generic[R]):
             routing_keys=prompts.routing_keys,
             cache_salt=prompts.cache_salt,
             owner=prompts.owner,
+            output_token_ms=prompts.output_token_ms,
             seed=reply.seed,
             limits=limits,
             tokenizer=self._serving.tokenizer,

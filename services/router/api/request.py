@@ -114,6 +114,16 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = False
 
 
+class OutriderFields(BaseModel):
+    """Limits of one request; the service keeps them if it can, and counts whether it did."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid", frozen=True)
+
+    output_token_ms: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="mean milliseconds per output token after the first; None: the key's or the target's"
+    )
+
+
 class ApiRequest(BaseModel, abc.ABC):
     """A request that some model could answer; the served model's limits are checked later."""
 
@@ -183,6 +193,8 @@ class ApiRequest(BaseModel, abc.ABC):
     num_speculative_tokens: Annotated[Annotated[Whole, Field(ge=0)] | None, BeforeValidator(_depth)] = Field(
         default=None, description='None and "auto": the target decides'
     )
+
+    outrider: OutriderFields = OutriderFields()
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> Self:

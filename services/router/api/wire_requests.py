@@ -25,6 +25,7 @@ def build_choice_requests(
     routing_keys: Sequence[RoutingKey],
     cache_salt: str,
     owner: bytes = b"",
+    output_token_ms: float | None = None,
     seed: int,
     limits: Limits,
     tokenizer: Tokenizer,
@@ -55,6 +56,7 @@ def build_choice_requests(
         cache_salt=cache_salt,
         priority=request.priority,
         owner=owner,
+        output_token_ms=output_token_ms,
         adapter=adapter.name if adapter is not None else "",
         adapter_fingerprint=adapter.fingerprint if adapter is not None else "",
     )

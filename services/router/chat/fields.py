@@ -11,7 +11,7 @@ EXTENSIONS = (
     "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "ignore_eos",
     "stop_token_ids", "min_tokens", "bad_words", "allowed_token_ids", "structured_outputs", "priority", "cache_salt",
     "prompt_cache_key", "request_id", "vllm_xargs", "skip_special_tokens", "include_reasoning", "chat_template_kwargs",
-    "enable_thinking", "num_speculative_tokens",
+    "enable_thinking", "num_speculative_tokens", "outrider",
 )  # fmt: skip
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]

@@ -119,3 +119,34 @@ def test_a_short_prompt_is_done_at_once_beside_a_long_one_whose_tokens_cost_more
     added, steps = run_long_prompt(pace, num_short=1000)  # 9 ms, where of the long one's tokens 370 take the 25 left
     assert max(steps[len(steps) // 2 :]) == 1
     assert max(added) < 0.06
+
+
+def limited(first_token_limit: float = float("inf")) -> PromptPace:
+    """A pace of 50 ms on a machine that takes 10 ms a step and 0.1 ms more for each row."""
+    pace = PromptPace(0.050, 4096, first_token_limit)
+    settle(pace, {"base": 0.010, "token": 0.0001}, 8)
+    return pace
+
+
+def budget(pace: PromptPace, *num_left: int) -> float:
+    return pace.budget(is_alone=False, prompts=[PromptPart(number, 0) for number in num_left], num_rows=8)
+
+
+def test_answers_with_limits_lower_the_set_time() -> None:
+    pace = limited()
+    assert budget(pace, 1000) == 0.050
+    for spare, least in ((0.070, 0.050), (0.020, 0.020), (-1.0, 1e-6)):
+        pace.spare_seconds = spare
+        assert budget(pace, 1000) == least
+    assert pace.share([PromptPart(1000, 0)], 4096, budget(pace, 1000)) == [16]  # it makes progress
+    assert pace.budget(is_alone=True) == 0.200
+
+
+def test_prompts_get_what_their_own_limit_needs() -> None:
+    """1,000 tokens take 0.1 s, half of what a limit of 0.4 s leaves for them, so half of the time is theirs."""
+    pace = limited(0.4)
+    pace.spare_seconds = 0.001
+    assert budget(pace, 1000) == pytest.approx(0.0108, rel=0.1)  # as long as a step of 8 rows without them
+    assert budget(pace, 300, 700) == pytest.approx(0.0108, rel=0.1)
+    assert budget(pace, 1900) == 0.050  # too much for half of the limit, and never more than the set time
+    assert budget(pace, 10) < 0.002

@@ -7,13 +7,14 @@ import random
 
 import pytest
 
-from cluster.planning.latency import StepLoad, latency, mean_rounds, token_moments
+from cluster.planning.latency import StepLoad, latency, mean_rounds
+from cluster.speculation.answer_time import token_moments
 
 
 def test_moments_of_the_tokens_a_round() -> None:
     # a = 0.5, k = 2: one token with 1/2, two with 1/4, three with 1/4
-    # mean 1.75; E[X^2] = 1/2 + 4/4 + 9/4 = 3.75; variance 3.75 - 3.0625 = 0.6875
-    assert token_moments(0.5, 2) == pytest.approx((1.75, 0.6875))
+    # mean 1.75; E[X^2] = 1/2 + 4/4 + 9/4 = 3.75
+    assert token_moments([0.5, 0.25]) == pytest.approx((1.75, 3.75))
 
 
 def test_rounds_of_an_answer() -> None:
@@ -100,5 +101,5 @@ def test_a_long_prompt_takes_several_steps() -> None:
 
 
 def test_acceptance_may_differ_by_place() -> None:
-    # 1 + 0.8 + 0.8 * 0.5 + 0.8 * 0.5 * 0.5
-    assert token_moments((0.8, 0.5), 3)[0] == pytest.approx(2.4)
+    # A round has 1 + 0.8 + 0.8 * 0.5 + 0.8 * 0.5 * 0.5 tokens. Its last ones may be too many.
+    assert mean_rounds((0.8, 0.5), 3, 2400) == pytest.approx(1000, abs=1)

@@ -355,6 +355,8 @@ def test_a_secret_of_kubernetes_is_followed_through_its_links(tmp_path: Path) ->
         ("alice:sk-secret-0123456789\nbob:sk-secret-0123456789\n", "bob has the same key as alice"),
         ("alice:sk-0123456789abcdef priority=secret\n", "line 1: after the key"),
         ("alice:sk-0123456789abcdef secret=1\n", "priority=own or all"),
+        ("alice:sk-0123456789abcdef output_token_ms=secret\n", "output_token_ms=MILLISECONDS"),
+        ("alice:sk-0123456789abcdef output_token_ms=0.0\n", "output_token_ms=MILLISECONDS"),
         ("alice:sk-0123456789abcdef priority=all priority=own\n", "given twice"),
         ("alice:sk-secret-0123456789\nalice:sk-secret-012345678 priority=all\n", "other attributes"),
     ],
@@ -380,8 +382,22 @@ def test_a_name_may_have_an_old_and_a_new_key() -> None:
 
 
 def test_attributes_follow_a_key() -> None:
-    _, attributes = parse_keys(f"alice:{ALICE}\nbob:{BOB}   priority=all\n")
-    assert attributes == {"alice": KeyAttributes(), "bob": KeyAttributes(priority="all")}
+    _, attributes = parse_keys(f"alice:{ALICE}\nbob:{BOB}   priority=all output_token_ms=25.5\n")
+    assert attributes == {"alice": KeyAttributes(), "bob": KeyAttributes(priority="all", output_token_ms=25.5)}
+
+
+def test_a_limit_is_that_of_the_request_or_else_of_its_key(new_router, target, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(f"alice:{ALICE} output_token_ms=40\nbob:{BOB}\n")
+    router = new_router([target.address], api_keys_file=str(tmp_path / "keys"))
+    wait_until(lambda: router.client.get("/health").status_code == 200)
+    limits = []
+    for key, fields in ((ALICE, {}), (ALICE, {"outrider": {"output_token_ms": 25}}), (BOB, {})):
+        headers = {"authorization": f"Bearer {key}"}
+        body = {"prompt": "fox", "max_tokens": 1} | fields
+        assert router.client.post("/v1/completions", json=body, headers=headers).status_code == 200
+        request = target.requests[-1]
+        limits.append(request.output_token_ms if request.HasField("output_token_ms") else None)
+    assert limits == [40, 25, None]
 
 
 def test_targets_learn_whose_turn_it_is_but_not_who(new_router, target, tmp_path: Path) -> None:

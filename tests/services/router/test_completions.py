@@ -82,6 +82,7 @@ def test_sampling_reaches_the_target(router, target):
         frequency_penalty=0.5,
         logit_bias={"5": 1.5, "9": -100},
         num_speculative_tokens=0,
+        outrider={"output_token_ms": 40},
     )
     request = target.requests[-1]
     sampling = request.sampling
@@ -92,6 +93,7 @@ def test_sampling_reaches_the_target(router, target):
     assert list(sampling.logit_bias_values) == [1.5, -100]
     assert request.HasField("num_speculative_tokens")
     assert request.num_speculative_tokens == 0
+    assert request.output_token_ms == 40
 
 
 def test_a_drawn_seed_is_told_and_used(router, target):
