@@ -51,9 +51,7 @@ class DepthPlanner:
         self._steps_to_plan = 0.0
         self._steps_to_plain, self._steps_to_probe = WINDOW, 0
         self._num_probes = 0
-        self._inverse_tokens = (
-            1.0 / LIMIT_TOKENS
-        )  # mean inverse number of an answer's tokens, as in its time's variance
+        self._inverse_tokens = 1.0 / LIMIT_TOKENS  # mean of 1 / tokens of answers with a limit
 
     # Sequences.
 
@@ -78,7 +76,7 @@ class DepthPlanner:
 
     def leave(self, sequence: SpeculativeSequence) -> None:
         num_tokens = len(sequence.token_ids) - sequence.num_prompt_tokens
-        if num_tokens >= LIMIT_TOKENS:
+        if num_tokens >= LIMIT_TOKENS and math.isfinite(self.limit_of(sequence)):
             self._inverse_tokens += (1.0 / (num_tokens - 1) - self._inverse_tokens) / WINDOW
         if sequence.acceptance is not None:  # a sequence that never joined was not counted in `steps`
             self.steps.ended()

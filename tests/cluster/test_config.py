@@ -100,6 +100,21 @@ def test_a_bad_file_is_refused(tmp_path, text, said):
 
 
 @pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["speculation.controller=fixed"], "set controller goodput"),
+        (["draft.placement=in-process", "draft.in_process_threads=device"], "in_process_threads to auto"),
+        (["target.engine=vllm", "draft.placement=in-process"], "placement to sidecar"),
+        (["target.engine=vllm", "draft.drafter=engine"], "another draft.drafter"),
+    ],
+)
+def test_a_limit_is_refused_where_no_controller_keeps_it(overrides, said):
+    with pytest.raises(ConfigurationError, match=f"output_token_ms 40 .*{said}"):
+        load_config(None, ["speculation.output_token_ms=40", *overrides])
+    load_config(None, ["speculation.output_token_ms=40", *overrides, "speculation.num_speculative_tokens=0"])
+
+
+@pytest.mark.parametrize(
     ("override", "said"),
     [
         ("speculation.tree_width=2", "chains only"),
