@@ -1,10 +1,10 @@
 """Writes down what the planner predicts for GPUs on which nobody has run it yet: `python -m bench.predictions`.
 
 1. Five workloads (`outrider plan choose`) on 4 H100 and on 2 H200, with a pool of L4: dollars per million tokens within
-   limits. The README has the table of the H100.
+   limits. docs/PLANNING.md has the table of the H100.
 2. An 8B target and a 1B draft on two H100 or two H200, as `outrider prove` measures them: tokens per second.
 
-`--check` writes nothing, and fails if the README's table is not that of the results file.
+`--check` writes nothing, and fails if the page's table is not that of the results file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from cluster.planning.round_costs import RUN_AHEAD_HIDES, Drafting
 from cluster.planning.workloads import WORKLOADS
 from services.plan.choose import to_json
 
-_README = Path("README.md")
+_PAGE = Path("docs/PLANNING.md")
 _TARGETS = (("70B", "4xH100"), ("70B:fp8", "2xH200"))
 _DRAFT_GPUS = "L4"
 _PROVED = ("H100", "H200")
@@ -69,7 +69,7 @@ def proofs() -> Iterator[dict[str, Any]]:
 
 
 def headline(document: dict[str, Any]) -> str:
-    """Returns the README's table. The least of a row is bold; a dash: no depth pays within the limits."""
+    """Returns the table of docs/PLANNING.md. The least of a row is bold; a dash: no depth pays within the limits."""
     target, gpus = _TARGETS[0]
     rows = []
     for cell in document["cells"]:
@@ -101,11 +101,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments.check:
         write_cells(arguments.out, "bench.predictions", argv, [*choices(), *proofs()])
     document = json.loads(arguments.out.read_text(encoding="utf-8"))
-    page = _README.read_text(encoding="utf-8")
+    page = _PAGE.read_text(encoding="utf-8")
     new = fill(page, {"headline": headline(document)})
     if arguments.check:
         return int(new != page)
-    _README.write_text(new, encoding="utf-8")
+    _PAGE.write_text(new, encoding="utf-8")
     return 0
 
 
