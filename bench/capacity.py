@@ -22,7 +22,7 @@ from bench.placed import Placed, SimulatedPoint, within
 from bench.result import write_cells
 from cluster.engine.memory_plan import PlannedModel
 from cluster.planning.hardware import parse_gpus
-from cluster.planning.latency import Limits
+from cluster.planning.latency import LatencyLimits
 from cluster.planning.options import BESIDE, ClusterRequest, main_options
 from cluster.planning.prediction import ExpectedLoad, Option, most_sequences
 
@@ -137,9 +137,9 @@ def _parser() -> argparse.ArgumentParser:
     def counts(text: str) -> list[int]:
         return [int(number) for number in text.split(",")]
 
-    def limits(text: str) -> list[Limits]:
+    def limits(text: str) -> list[LatencyLimits]:
         pairs = (pair.split("/") for pair in text.split(","))
-        return [Limits(float(first) / 1e3, float(between) / 1e3) for first, between in pairs]
+        return [LatencyLimits(float(first) / 1e3, float(between) / 1e3) for first, between in pairs]
 
     parser = argparse.ArgumentParser(prog="bench.capacity", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--target", default="70B", metavar="MODEL")

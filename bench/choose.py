@@ -26,7 +26,7 @@ from cluster.planning.choice import MAX_SEQS, Capacity, best, capacity
 from cluster.planning.hardware import parse_gpus
 from cluster.planning.options import ClusterRequest, main_options
 from cluster.planning.prediction import plan
-from cluster.planning.workloads import WORKLOADS, Workload
+from cluster.planning.workloads import WORKLOADS, TypicalWorkload
 
 CELLS = Path("bench/choose_cells.json")
 _BAR = 0.05  # of the best option's requests per dollar
@@ -46,7 +46,7 @@ class Asked:
     between_tokens_ms: float | None = None
 
     @property
-    def resolved(self) -> Workload:
+    def resolved(self) -> TypicalWorkload:
         found = next(one for one in WORKLOADS if one.name == self.workload)
         limits = found.limits
         if self.first_token_ms is not None:
@@ -96,7 +96,7 @@ class Judged:
         return max(self.options, key=lambda one: one.simulated)
 
 
-def run(planned: Capacity, workload: Workload, num_answers: int) -> Ran:
+def run(planned: Capacity, workload: TypicalWorkload, num_answers: int) -> Ran:
     """Runs the option with the planned clients, then with more or fewer."""
     option, limits = planned.option, workload.limits
     depth = 0 if planned.plan is None else planned.plan.round.num_speculative_tokens
@@ -128,7 +128,7 @@ def run(planned: Capacity, workload: Workload, num_answers: int) -> Ran:
     )
 
 
-def _dollars_per_hour(planned: Capacity, workload: Workload) -> float:
+def _dollars_per_hour(planned: Capacity, workload: TypicalWorkload) -> float:
     """Returns the price of a target and of its draft device, if it drafts."""
     found = planned.plan or plan(planned.option, workload.load)
     assert found.dollars_per_hour is not None

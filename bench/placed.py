@@ -18,7 +18,7 @@ from bench.in_process import SIMULATED
 from cluster.config import Config
 from cluster.config.file import load_config
 from cluster.planning.kernels import Segments
-from cluster.planning.latency import Limits
+from cluster.planning.latency import LatencyLimits
 from cluster.planning.prediction import ExpectedLoad, Option, plan
 from cluster.planning.steps import NoSteps, context_ms, curve_points
 from cluster.simulator.cluster import MeasuredSpan, SimulatedCluster
@@ -44,7 +44,7 @@ class SimulatedPoint:
     first_token_p99: float
     between_tokens_p99: float
 
-    def excess(self, limits: Limits) -> float:
+    def excess(self, limits: LatencyLimits) -> float:
         """Returns the largest ratio of a time to its limit."""
         return max(self.first_token_p99 / limits.first_token, self.between_tokens_p99 / limits.between_tokens)
 
@@ -168,7 +168,7 @@ class WithinLimits:
     is_at_least: bool  # all points are within the limits
 
 
-def within(points: Sequence[SimulatedPoint], limits: Limits) -> WithinLimits:
+def within(points: Sequence[SimulatedPoint], limits: LatencyLimits) -> WithinLimits:
     """Returns nothing, 0 clients, if the first point already exceeds the limits. `points`: ascending in clients."""
     if points[0].excess(limits) > 1:
         return WithinLimits(0.0, 0.0, is_at_least=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from cluster.planning.latency import Limits
+from cluster.planning.latency import LatencyLimits
 from cluster.planning.prediction import WORSE_DEPTHS, ExpectedLoad, Option, Plan, most_sequences, plan
 from cluster.speculation.speed import scaled
 
@@ -37,7 +37,7 @@ class Capacity:
         return 3600 * self.requests_per_second / self.plan.dollars_per_hour
 
 
-def capacity(option: Option, load: ExpectedLoad, limits: Limits) -> Capacity:
+def capacity(option: Option, load: ExpectedLoad, limits: LatencyLimits) -> Capacity:
     """Returns the capacity at the depth that serves the most requests per dollar.
 
     Fewer sequences with more drafts each may serve more requests than the most sequences within the limits.
@@ -59,7 +59,7 @@ def best(capacities: Sequence[Capacity]) -> Capacity:
     return max(capacities, key=lambda one: one.requests_per_dollar)
 
 
-def reversals(capacities: Sequence[Capacity], load: ExpectedLoad, limits: Limits) -> Iterator[str]:
+def reversals(capacities: Sequence[Capacity], load: ExpectedLoad, limits: LatencyLimits) -> Iterator[str]:
     """Yields what would change the choice: another acceptance, and another price of draft GPUs."""
     chosen = best(capacities)
     others = [one for one in capacities if one is not chosen and one.plan is not None]
@@ -86,7 +86,9 @@ def reversals(capacities: Sequence[Capacity], load: ExpectedLoad, limits: Limits
         )
 
 
-def _turning_factor(one: Capacity, requests_per_dollar: float, load: ExpectedLoad, limits: Limits, end: float) -> float:
+def _turning_factor(
+    one: Capacity, requests_per_dollar: float, load: ExpectedLoad, limits: LatencyLimits, end: float
+) -> float:
     """Returns the factor of the acceptance, between 1 and `end`, at which `one` has `requests_per_dollar`."""
     assert one.option.drafting is not None
     near, far = 1.0, end

@@ -42,8 +42,8 @@ class Latency:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits of p99 in seconds; infinite: none."""
+class LatencyLimits:
+    """LatencyLimits of p99 in seconds; infinite: none."""
 
     first_token: float
     between_tokens: float

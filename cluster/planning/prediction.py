@@ -17,7 +17,7 @@ from cluster.engine.memory_plan import Budget
 from cluster.engine.prompt_pace import ALONE_FACTOR
 from cluster.errors import ConfigurationError
 from cluster.planning.kernels import Segments
-from cluster.planning.latency import Latency, Limits, StepLoad, latency, mean_rounds
+from cluster.planning.latency import Latency, LatencyLimits, StepLoad, latency, mean_rounds
 from cluster.planning.round_costs import MAX_DEPTH, Drafting, PredictedRound, plain_round, round_of
 from cluster.planning.steps import StepPredictor
 from cluster.speculation.speed import Acceptance
@@ -169,7 +169,7 @@ class Plan:
         return self.most_seqs is None or self.most_seqs >= self.num_seqs
 
 
-def plan(option: Option, load: ExpectedLoad, context: int | None = None, limits: Limits | None = None) -> Plan:
+def plan(option: Option, load: ExpectedLoad, context: int | None = None, limits: LatencyLimits | None = None) -> Plan:
     """Returns the plan of `option` at `load`.
 
     `context`: tokens per sequence for which memory is planned; None: prompt and answer. `limits`: only depths that keep
@@ -210,7 +210,7 @@ def dollars_per_million_tokens(dollars_per_hour: float, tokens_per_second: float
     return dollars_per_hour / 3600 / tokens_per_second * 1e6
 
 
-def most_sequences(option: Option, load: ExpectedLoad, limits: Limits, most: int) -> int:
+def most_sequences(option: Option, load: ExpectedLoad, limits: LatencyLimits, most: int) -> int:
     """Returns the maximum number of sequences, up to `most`, within `limits`. Returns 0 if one already exceeds them."""
     low, high = 0, most
     option, load = replace(option, budgets=()), replace(load, requests_per_second=None)
@@ -237,7 +237,7 @@ class _Steady:
         return latency(self.load, self.acceptance, self.round.num_speculative_tokens, self.answer_tokens)
 
 
-def _steady(option: Option, num_seqs: int, load: ExpectedLoad, limits: Limits | None = None) -> _Steady:
+def _steady(option: Option, num_seqs: int, load: ExpectedLoad, limits: LatencyLimits | None = None) -> _Steady:
     """Returns the steady state at the depth that gives the most answers; within `limits`, if one is."""
     each: list[_Steady] = []
     for depth in option.depths:

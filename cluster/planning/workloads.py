@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from cluster.planning.latency import Limits
+from cluster.planning.latency import LatencyLimits
 from cluster.planning.prediction import ExpectedLoad
 from cluster.speculation.speed import Acceptance
 
@@ -24,10 +24,10 @@ class Published:
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class TypicalWorkload:
     name: str
     load: ExpectedLoad
-    limits: Limits
+    limits: LatencyLimits
     head: Published  # a head on the target's hidden states
     draft: Published  # a model
     one_pass: Published  # all drafts in one step
@@ -66,31 +66,31 @@ def _one_pass(data: str, *shares: float) -> Published:
 
 _QUESTIONS = _one_pass("question", 0.63, 0.389, 0.243, 0.158, 0.097, 0.064, 0.04, 0.025)
 
-_NO_LIMIT: Final = Limits(math.inf, math.inf)
+_NO_LIMIT: Final = LatencyLimits(math.inf, math.inf)
 
 WORKLOADS = (
-    Workload(
+    TypicalWorkload(
         "chat",
         ExpectedLoad(1, prompt_tokens=1500, answer_tokens=256, cached_tokens=1200),
-        Limits(first_token=0.3, between_tokens=0.04),
+        LatencyLimits(first_token=0.3, between_tokens=0.04),
         _bench("ShareGPT", 0.595, 0.583, 0.636, 0.683, 0.726, 0.747, 0.756, 0.674),
         _CHAT_DRAFT,
         _one_pass("writing", 0.617, 0.388, 0.244, 0.158, 0.099, 0.062, 0.041, 0.026),
         _bench("ShareGPT", 0.113, 0.749, 0.789, 0.851, 0.847, 0.892, 0.911, 0.924),
     ),
-    Workload(
+    TypicalWorkload(
         "long documents",
         ExpectedLoad(1, prompt_tokens=8000, answer_tokens=256),
-        Limits(first_token=5.0, between_tokens=0.1),
+        LatencyLimits(first_token=5.0, between_tokens=0.1),
         _bench("CNN/DailyMail", 0.628, 0.621, 0.638, 0.658, 0.681, 0.725, 0.716, 0.677),
         _CHAT_DRAFT,
         _QUESTIONS,
         _bench("CNN/DailyMail", 0.11, 0.714, 0.753, 0.78, 0.792, 0.813, 0.821, 0.819),
     ),
-    Workload(
+    TypicalWorkload(
         "agents",
         ExpectedLoad(1, prompt_tokens=8000, answer_tokens=128, cached_tokens=7600),
-        Limits(first_token=1.0, between_tokens=0.04),
+        LatencyLimits(first_token=1.0, between_tokens=0.04),
         # 2.16 tokens a round of 5 drafts
         Published(0.565, "speculators pull request 610, EAGLE-3, tool calls, Qwen3-30B-A3B (Apache-2.0)"),
         _CHAT_DRAFT,
@@ -98,16 +98,16 @@ WORKLOADS = (
         # 993 of 1,814 rounds had drafts; shares of 0.81, 0.74, 0.70, 0.68 and 0.66 of these were accepted by place.
         Published((0.443, 0.914, 0.946, 0.971, 0.971), "vLLM pull request 24344, edits of code, n-gram (Apache-2.0)"),
     ),
-    Workload(
+    TypicalWorkload(
         "code",
         ExpectedLoad(1, prompt_tokens=1000, answer_tokens=128, cached_tokens=500),
-        Limits(first_token=0.3, between_tokens=0.025),
+        LatencyLimits(first_token=0.3, between_tokens=0.025),
         _bench("InstructCoder", 0.591, 0.619, 0.684, 0.742, 0.765, 0.791, 0.793, 0.653),
         _CODE_DRAFT,
         _one_pass("HumanEval", 0.837, 0.685, 0.562, 0.46, 0.368, 0.283, 0.217, 0.161),
         _bench("InstructCoder", 0.246, 0.888, 0.914, 0.947, 0.94, 0.92, 0.964, 0.945),
     ),
-    Workload(
+    TypicalWorkload(
         "batch",
         ExpectedLoad(1, prompt_tokens=500, answer_tokens=256),
         _NO_LIMIT,

@@ -14,7 +14,7 @@ from cluster.planning.choice import Capacity, best, capacity, reversals
 from cluster.planning.hardware import GPUS, parse_gpus, parse_price
 from cluster.planning.options import ClusterRequest, main_options
 from cluster.planning.report import aligned
-from cluster.planning.workloads import WORKLOADS, Workload
+from cluster.planning.workloads import WORKLOADS, TypicalWorkload
 from services.argument_types import above_zero, share
 
 
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def request_of(workload: Workload, arguments: argparse.Namespace) -> ClusterRequest:
+def request_of(workload: TypicalWorkload, arguments: argparse.Namespace) -> ClusterRequest:
     """Raises ConfigurationError."""
     prices = dict(map(parse_price, arguments.price))
     head, draft, one_pass, ngram = (
@@ -96,7 +96,7 @@ def request_of(workload: Workload, arguments: argparse.Namespace) -> ClusterRequ
     )
 
 
-def _changed(workload: Workload, arguments: argparse.Namespace) -> Workload:
+def _changed(workload: TypicalWorkload, arguments: argparse.Namespace) -> TypicalWorkload:
     """Returns the workload with the lengths and limits that are given."""
     load = {
         name: value
@@ -113,7 +113,7 @@ def _changed(workload: Workload, arguments: argparse.Namespace) -> Workload:
     return replace(workload, load=replace(workload.load, **load), limits=replace(workload.limits, **limits))
 
 
-def to_json(workload: Workload, found: Sequence[Capacity]) -> dict[str, Any]:
+def to_json(workload: TypicalWorkload, found: Sequence[Capacity]) -> dict[str, Any]:
     return {
         "workload": workload.name,
         "prompt_tokens": workload.load.prompt_tokens,
@@ -145,7 +145,7 @@ def _finite(seconds: float) -> float | None:
     return None if seconds == float("inf") else seconds
 
 
-def _title(workload: Workload) -> str:
+def _title(workload: TypicalWorkload) -> str:
     load, limits = workload.load, workload.limits
     return (
         f"{workload.name}: prompts of {load.prompt_tokens} tokens, {load.cached_tokens} of them cached, answers of "

@@ -12,7 +12,7 @@ from cluster.config.file import load_config
 from cluster.engine.memory_plan import PlannedModel
 from cluster.errors import ConfigurationError
 from cluster.planning.hardware import DEFAULT_HOST_CPU, GPUS, HOST_CPUS, parse_gpus, parse_price
-from cluster.planning.latency import Limits
+from cluster.planning.latency import LatencyLimits
 from cluster.planning.options import LOCAL_ROUND_TRIP_SECONDS, NGRAM_ACCEPTANCE, ClusterRequest, options
 from cluster.planning.prediction import ExpectedLoad, Option, most_sequences, plan
 from cluster.planning.report import notes, plans_table, to_json
@@ -224,7 +224,7 @@ def _limits(arguments: argparse.Namespace, found: list[Option], load: ExpectedLo
         return None
     most = min(_MOST_SEQS, load.max_num_batched_tokens - 1)
     return [
-        most_sequences(option, load, Limits((first or math.inf) / 1e3, (between or math.inf) / 1e3), most)
+        most_sequences(option, load, LatencyLimits((first or math.inf) / 1e3, (between or math.inf) / 1e3), most)
         for option in found
     ]
 

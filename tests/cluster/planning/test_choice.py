@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.planning.choice import Capacity, best, capacity, reversals
-from cluster.planning.latency import Limits
+from cluster.planning.latency import LatencyLimits
 from cluster.planning.prediction import ExpectedLoad, Option
 from cluster.planning.round_costs import Drafting
 from cluster.planning.steps import MeasuredSteps, NoSteps
@@ -19,7 +19,7 @@ _ALONE = Option("alone", MeasuredSteps(((1, 0.020), (100, 0.020), (200, 0.060)))
 _FREE = replace(_ALONE, name="free", drafting=Drafting(NoSteps(), 0.8))
 _POOL = replace(_FREE, name="pool", draft_dollars_per_hour=1.0)
 _DEAR = replace(_POOL, draft_dollars_per_hour=24.0)
-_LIMITS = Limits(1.0, 0.030)
+_LIMITS = LatencyLimits(1.0, 0.030)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def test_what_would_change_the_choice(capacities: list[Capacity]) -> None:
 
 
 def test_a_limit_that_one_sequence_exceeds_leaves_nothing() -> None:
-    nothing = capacity(_ALONE, _LOAD, Limits(1.0, 0.001))
+    nothing = capacity(_ALONE, _LOAD, LatencyLimits(1.0, 0.001))
     assert (nothing.plan, nothing.requests_per_dollar) == (None, 0.0)
 
 

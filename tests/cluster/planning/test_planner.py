@@ -10,7 +10,7 @@ import pytest
 from cluster.engine.memory_plan import PlannedModel
 from cluster.errors import ConfigurationError
 from cluster.planning.hardware import parse_gpus
-from cluster.planning.latency import Limits
+from cluster.planning.latency import LatencyLimits
 from cluster.planning.options import ClusterRequest, options
 from cluster.planning.prediction import ExpectedLoad, Option, Plan, dollars_per_million_tokens, most_sequences, plan
 from cluster.planning.round_costs import RUN_AHEAD_HIDES, Drafting
@@ -96,10 +96,10 @@ def test_requests_take_as_many_targets_as_they_need() -> None:
 
 def test_the_most_sequences_within_a_limit() -> None:
     load = ExpectedLoad(1, 100, 64)
-    most = most_sequences(_ALONE, load, Limits(1.0, 0.030), 64)
+    most = most_sequences(_ALONE, load, LatencyLimits(1.0, 0.030), 64)
     inside, outside = (plan(_ALONE, replace(load, num_seqs=n)).latency for n in (most, most + 1))
     assert inside.between_tokens_p99 <= 0.030 < outside.between_tokens_p99
-    assert most_sequences(_ALONE, load, Limits(1.0, 0.010), 64) == 0
+    assert most_sequences(_ALONE, load, LatencyLimits(1.0, 0.010), 64) == 0
 
 
 def test_draft_devices_of_a_pool_and_of_a_sidecar() -> None:
@@ -211,7 +211,7 @@ def test_long_prompts_are_read_in_parts() -> None:
 
 def test_within_limits_another_depth_may_be_taken() -> None:
     # a verify step of over 100 rows takes longer, so that answers are faster on average and slower at p99
-    load, limits = ExpectedLoad(24, 10, 200), Limits(math.inf, 0.0165)
+    load, limits = ExpectedLoad(24, 10, 200), LatencyLimits(math.inf, 0.0165)
     free, limited = plan(_DRAFTED, load), plan(_DRAFTED, load, limits=limits)
     assert limits.admit(limited.latency)
     assert limited.tokens_per_second <= free.tokens_per_second
