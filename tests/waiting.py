@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-WAIT_S = 120.0  # deadline for what must happen, far beyond what it takes where other work slows the machine down
+WAIT_S = 300.0  # deadline for what must happen, far beyond what it takes where other work slows the machine down
 
 
 def eventually(condition: Callable[[], bool], timeout_s: float = WAIT_S, pause_s: float = 0.05) -> bool:
