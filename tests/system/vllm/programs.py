@@ -16,7 +16,7 @@ from services.launch.child import Child
 from services.launch.local import free_ports
 from tests.waiting import eventually
 
-READY_S = 240.0  # below the time limit of a test, which would not report what is missing
+READY_S = 900.0  # below the time limit of a test, which would not report what is missing
 _PAUSE_S = 0.2
 # Engines get one thread and no core of their own. Next to other work, threads that wait for each other in every layer
 # take many times longer than one thread. One test here and Ray's tests cover how a target divides its cores.
