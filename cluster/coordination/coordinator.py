@@ -270,9 +270,11 @@ class Coordinator:
         if self.planner.begin_step(num_rows):
             self._learn()
             now = self._clock()
-            planned = [s for s in chain(decoding, joining) if self._openings.may_be_drafted_for(s, now)]
+            planned: list[SpeculativeSequence] = []
+            others: list[SpeculativeSequence] = []
+            for sequence in chain(decoding, joining):
+                (planned if self._openings.may_be_drafted_for(sequence, now) else others).append(sequence)
             best = self._balancer.best(planned[0].params.temperature, now) if planned else None
-            others = [s for s in chain(decoding, joining) if not self._openings.may_be_drafted_for(s, now)]
             self.planner.plan(planned, best, num_rows, others)
             num_draftable = sum(map(self._openings.would_be_drafted_for, decoding))
             self._gains.planned(planned, self._balancer.active.values(), num_rows, num_draftable)

@@ -62,7 +62,7 @@ class PromptPace:
         is_telling = added_seconds > _TELLING_SHARE * self._max_seconds
         self._cost.observe(before, added_seconds / num_tokens, is_telling=is_telling)
 
-    def budget(self, *, is_alone: bool, prompts: Sequence[PromptPart] = (), num_rows: int = 0) -> float:
+    def budget(self, *, is_alone: bool, prompts: Iterable[PromptPart] = (), num_rows: int = 0) -> float:
         """Returns the seconds that `prompts` may add to a step of `num_rows` other rows.
 
         `is_alone`: the step has only one prompt and nothing else. Answers with limits leave `spare_seconds`, but
@@ -72,9 +72,11 @@ class PromptPace:
             return math.inf
         if is_alone:
             return self._max_seconds * ALONE_FACTOR
+        if self.spare_seconds >= self._max_seconds:  # the usual case
+            return self._max_seconds
         return min(self._max_seconds, max(self.spare_seconds, self._needed_seconds(prompts, num_rows)))
 
-    def _needed_seconds(self, prompts: Sequence[PromptPart], num_rows: int) -> float:
+    def _needed_seconds(self, prompts: Iterable[PromptPart], num_rows: int) -> float:
         """Returns the seconds of prompts in each step that complete all `prompts` in half of the limit.
 
         The other half is for the wait before the first step, and for prompts that come later. At least a microsecond,
@@ -104,7 +106,7 @@ class PromptPace:
             lengths[0] = max(lengths[0], min(prompts[0].num_tokens, _LEAST_TOKENS))
         return share(lengths, min(num_tokens, self._most_tokens))
 
-    def seconds(self, parts: Sequence[PromptPart]) -> float:
+    def seconds(self, parts: Iterable[PromptPart]) -> float:
         """Returns the predicted seconds that `parts` add to a step; 0 before the first measurement."""
         return sum(map(self._cost.of, parts)) if self._cost.is_known else 0.0
 

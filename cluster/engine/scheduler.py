@@ -224,7 +224,7 @@ class Scheduler(Generic[SequenceT]):
             step.append(_schedule(sequence, 1, drafts))
         seconds = self.pace.budget(
             is_alone=len(prefilling) == 1 and not step,
-            prompts=[PromptPart(self._longest_chunk(s), s.num_computed_tokens) for s in prefilling],
+            prompts=(PromptPart(self._longest_chunk(s), s.num_computed_tokens) for s in prefilling),
             num_rows=self._limits.max_num_batched_tokens - budget,
         )
         for sequences in self._in_turns(prefilling):
