@@ -11,7 +11,7 @@ from xdist.scheduler import LoadScopeScheduling
 # Files of tests that share a cluster, with about how many seconds they take while two other processes run tests.
 # A file that is not here is a group of its own.
 _TOGETHER: dict[str, tuple[float, tuple[str, ...]]] = {
-    "Ray's nodes": (400.0, ("ray/test_faults.py", "ray/test_scaling.py", "ray/test_upgrade.py")),
+    "Ray's nodes": (250.0, ("ray/test_faults.py", "ray/test_scaling.py", "ray/test_upgrade.py")),
     "vLLM": (
         300.0,
         (
@@ -28,17 +28,15 @@ _TOGETHER: dict[str, tuple[float, tuple[str, ...]]] = {
     "two of each": (140.0, ("test_affinity.py", "test_failover.py", "test_faults.py", "test_several_targets.py")),
 }
 _SECONDS = {
-    "tests/system/vllm/test_engines.py": 200.0,
-    "tests/system/ray/test_launcher.py": 180.0,
+    "tests/system/vllm/test_engines.py": 100.0,
+    "tests/system/ray/test_launcher.py": 90.0,
     "tests/bench/test_faults.py": 140.0,
     "tests/system/vllm/test_lora.py": 100.0,
     "tests/system/ray/test_vllm.py": 100.0,
-    "tests/system/test_terminal.py": 100.0,
-    "tests/system/vllm/test_v2_runner.py": 80.0,
+    "tests/system/test_terminal.py": 60.0,
     "tests/system/test_fuzz.py": 80.0,
     "tests/system/test_hostile_requests.py": 80.0,
     "tests/system/test_shaped_answers.py": 70.0,
-    "tests/system/ray/test_tls.py": 60.0,
     "tests/system/test_exactness.py": 60.0,
     "tests/system/test_prove.py": 60.0,
     "tests/system/test_tracing.py": 60.0,

@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 from typing import TypeVar
 
+import pytest
+
 IS_SOAK = "SOAK" in os.environ
+
+only_in_soak = pytest.mark.skipif(not IS_SOAK, reason="a long test: it runs in `make soak`")
 
 _T = TypeVar("_T")
 

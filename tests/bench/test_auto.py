@@ -13,9 +13,9 @@ SEEDS = range(length(3, 6))
 NUM_STREAMS = 4
 
 
-@pytest.mark.parametrize("case", CASES[: length(2, 3)], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES[: length(1, 3)], ids=lambda case: case.name)
 def test_it_is_near_the_best_fixed_depth(case: Case) -> None:
-    rates = {k: [run(case, NUM_STREAMS, k, seed) for seed in SEEDS] for k in (None, 0, 2, 3, 4)}
+    rates = {k: [run(case, NUM_STREAMS, k, seed) for seed in SEEDS] for k in (None, 0, *length((3,), (2, 3, 4)))}
     for part, bar in enumerate((COLD_BAR, WARM_BAR)):
         medians = {k: statistics.median(rate[part] for rate in found) for k, found in rates.items()}
         auto = medians.pop(None)

@@ -12,8 +12,6 @@ from tests.soak import length
 
 _SECONDS_IN_CI = {  # the whole list takes minutes
     "8 clients, prompts of 4,096": 1800.0,
-    "acceptance 0.3, 8 clients": 60.0,
-    "drafts turn bad and good again": 120.0,
     "the draft worker vanishes and is back": 120.0,
 }
 _SHORT = [replace(one, seconds=_SECONDS_IN_CI[one.name]) for one in HARDSHIPS if one.name in _SECONDS_IN_CI]

@@ -8,7 +8,7 @@ import pytest
 
 from bench.replay import Answer, Behaviour, Recording, replay, simulated
 from cluster.config import Config
-from tests.soak import length
+from tests.soak import length, only_in_soak
 
 STEP_MS = 25.0
 NUM_STREAMS = 2
@@ -47,6 +47,7 @@ def test_the_controller_drafts_where_drafts_come_true():
     assert rate(wrong, None)[0] >= 0.99 * rate(wrong, 0)[0]
 
 
+@only_in_soak
 def test_steps_scatter_about_what_they_take():
     recorded = recording((True,) * 400)
     steady, scattered = rate(recorded, 3)[0], rate(recorded, 3, Behaviour(scatter=0.2))[0]

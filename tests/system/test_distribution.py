@@ -16,7 +16,7 @@ from tests.distribution import answer_probabilities
 from tests.soak import length
 from tests.system.client import Case, complete_all
 
-NUM_SAMPLES = length(1000, 2000)
+NUM_SAMPLES = length(600, 2000)
 TOP_K = 4
 NUM_TOKENS = 3
 TEMPERATURE = 0.9

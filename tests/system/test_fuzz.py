@@ -15,10 +15,11 @@ pytest.importorskip("schemathesis", reason="`make setup-clients` installs schema
 from tests.system.fuzz_api import Resources, assert_nothing_kept, fuzz, warm_up
 from tests.system.fuzzing import programs
 
+FULL = ("router.max_waiting_requests=2",)
 SECONDS, LEAST_ANSWERS = length((3.0, 20), (240.0, 1000))
 
 
-@pytest.mark.parametrize("settings", [(), ("router.max_waiting_requests=2",)], ids=["roomy", "full"])
+@pytest.mark.parametrize("settings", length([FULL], [(), FULL]), ids=str)
 def test_every_answer_is_as_the_document_says(settings: tuple[str, ...]) -> None:
     with LocalCluster(cluster_config(*settings)) as cluster:
         cluster.wait_ready(READY_TIMEOUT_SECONDS)

@@ -17,7 +17,7 @@ from cluster.config import Config
 from cluster.model_folder import resolve_model_folder
 from cluster.tokenization import Tokenizer
 from services.launch.local import LocalCluster
-from tests.soak import length
+from tests.soak import length, only_in_soak
 from tests.system.conftest import READY_TIMEOUT_SECONDS, cluster_config
 from tests.system.shaped_cases import (
     PERSON,
@@ -34,7 +34,7 @@ BODIES = dict(shaped_bodies())
 # The short run alternates between the two depths; the long run uses both for every body.
 DEPTHS = {name: length((1 if number % 2 else 5,), (1, 5)) for number, name in enumerate(BODIES)}
 BODIES_OF_TREES = length(one_of_each_constraint(), BODIES)
-NUM_SCHEMA_ANSWERS = length(80, 200)
+NUM_SCHEMA_ANSWERS = length(40, 200)
 NUM_STREAMS = 8
 
 
@@ -53,6 +53,7 @@ def test_speculation_changes_nothing(client: httpx.Client, name: str) -> None:
     assert_alike(plain, streamed(client, body))
 
 
+@only_in_soak
 def test_nor_do_trees(client: httpx.Client) -> None:
     bodies = BODIES_OF_TREES.items()
     plain = {name: answer(client, {**body, "num_speculative_tokens": 0}) for name, body in bodies}

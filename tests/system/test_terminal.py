@@ -21,6 +21,7 @@ from services.http_call import call
 from services.launch.local import LocalCluster
 from services.running_cluster.access import Access
 from services.running_cluster.workers import check_unchanged, look_around
+from tests.soak import only_in_soak
 from tests.system.conftest import PATIENT, READY_TIMEOUT_SECONDS, cluster_config
 from tests.waiting import WAIT_S
 
@@ -70,6 +71,7 @@ class TestDoctor:
         assert "low acceptance" not in text
         assert "From the formula's speedup to the measured one" in text
 
+    @only_in_soak
     def test_it_finds_low_acceptance(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """The metrics pages need a token. The doctor has it for a cluster that it starts itself.
 
@@ -100,6 +102,7 @@ class TestDoctor:
         assert "127.0.0.1:9" in capsys.readouterr().err
 
 
+@only_in_soak
 class TestTune:
     def test_mends_what_the_doctor_finds(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         file, out = tmp_path / "given.yaml", tmp_path / "tuned.yaml"

@@ -33,11 +33,9 @@ class Way:
 WAYS = (
     Way("without drafts", max_drafts=0),
     Way("good"),
-    Way("random", quality=0.0),
-    Way("too few", share=0.5),
     Way("missing", share=0.0),
     Way("late", late_seconds=1.5),
-    Way("aborted", aborts=True),
+    *length((), (Way("random", quality=0.0), Way("too few", share=0.5), Way("aborted", aborts=True))),
 )
 
 

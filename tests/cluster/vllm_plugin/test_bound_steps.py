@@ -8,6 +8,7 @@ import pytest
 
 from bench.workload import held_out_prompts
 from cluster.model_folder import resolve_model_folder
+from tests.soak import length, only_in_soak
 
 from .scheduled_engine import run_program
 from .test_exactness import SAMPLING
@@ -41,12 +42,13 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     return run_program("bound_steps_program", {"engine": ENGINE, "cases": cases}, tmp_path_factory.mktemp("plugin"))
 
 
-@pytest.mark.parametrize("way", ["good", "random", "too few", "missing", "late"])
+@pytest.mark.parametrize("way", ["good", "missing", "late", *length((), ("random", "too few"))])
 def test_drafts_change_no_token(told: dict[str, dict[str, Any]], way: str) -> None:
     assert told[way]["num_answers"] == NUM_CASES
     assert told[way]["different"] == []
 
 
+@only_in_soak
 def test_requests_that_are_aborted_change_no_other(told: dict[str, dict[str, Any]]) -> None:
     assert 0 < told["aborted"]["num_answers"] < NUM_CASES
     assert told["aborted"]["different"] == []
@@ -55,7 +57,7 @@ def test_requests_that_are_aborted_change_no_other(told: dict[str, dict[str, Any
 def test_drafts_are_verified_and_counted(told: dict[str, dict[str, Any]]) -> None:
     assert told["without drafts"]["drafted"] == told["missing"]["drafted"] == 0
     assert told["good"]["accepted"] > 0.4 * told["good"]["drafted"] > 0
-    assert told["random"]["accepted"] < 0.1 * told["random"]["drafted"]
+    assert "random" not in told or told["random"]["accepted"] < 0.1 * told["random"]["drafted"]
 
 
 def test_a_gate_that_stays_closed_is_opened(told: dict[str, dict[str, Any]]) -> None:

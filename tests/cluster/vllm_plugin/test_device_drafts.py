@@ -21,7 +21,7 @@ METHODS = {
 }
 # Both methods share the code that chooses depths. Only a draft model has recorded steps, which are padded.
 WAYS = {
-    "draft model": ("without drafts", "of one depth", "tried", "chosen", *length((), ("aborted",)), "padded"),
+    "draft model": ("without drafts", "of one depth", *length((), ("tried", "aborted")), "chosen", "padded"),
     "eagle": ("without drafts", "of one depth", "of several depths", "tried", "aborted", "chosen"),
 }
 MAX_DRAFTS = 4

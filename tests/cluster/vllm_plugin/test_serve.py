@@ -111,7 +111,7 @@ class Server:
 
     def answers(self, **fields: Any) -> list[list[str]]:
         """To every prompt with every kind of sampling, all at once."""
-        asked = [(prompt, sampling) for prompt in PROMPTS for sampling in SAMPLING]
+        asked = [(prompt, sampling) for prompt in PROMPTS[: length(1, 2)] for sampling in SAMPLING]
         with ThreadPoolExecutor(len(asked)) as threads:
             return list(threads.map(lambda pair: self.answer(pair[0], **pair[1], **fields), asked))
 
@@ -161,12 +161,15 @@ def test_drafts_are_accepted_and_let_go(server: Server, draft: Draft, answers: l
 def test_same_answers_when_the_draft_is_killed_midway(server: Server, draft: Draft) -> None:
     num_tokens = length(48, 200)
     expected = server.answers(max_tokens=num_tokens)  # long: some have to be under way when the draft is killed
-    drafted = server.num_drafted()
     with ThreadPoolExecutor(1) as thread:
-        again = thread.submit(server.answers, max_tokens=num_tokens)
-        wait_until(lambda: server.num_drafted() > drafted)
+        while True:  # on a busy machine the link may be down for all of the answers
+            wait_until(lambda: server.counters()["outrider_draft_links_up"] == 1)
+            drafted = server.num_drafted()
+            again = thread.submit(server.answers, max_tokens=num_tokens)
+            wait_until(lambda: again.done() or server.num_drafted() > drafted)  # noqa: B023  # called at once
+            if not again.done():
+                break
         draft.kill()
-        assert not again.done()
         assert again.result() == expected
     wait_until(lambda: server.counters()["outrider_draft_links_up"] == 0)
 

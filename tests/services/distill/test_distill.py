@@ -37,7 +37,7 @@ from services.training.traffic_acceptance import NUM_POSITIONS, TrafficAcceptanc
 from services.training.traffic_draft import DraftShape, answer_logits, load_draft, new_draft, train_draft
 from tests.cluster.targets.test_heads import Answers, new_target
 from tests.services.distill.sql_prompts import prompts
-from tests.soak import length
+from tests.soak import length, only_in_soak
 
 TARGET, DRAFT = "outrider-target-12m", "outrider-draft-2m"
 SETTINGS = ["--set", "target.dtype=float32", "--set", "target.max_num_seqs=8"]
@@ -158,7 +158,7 @@ def parallel(traffic: Path, distilled: Path, tmp_path_factory: pytest.TempPathFa
         "--max-tokens",
         "32",
         "--epochs",
-        length("6", "12"),
+        "12",
         "--batch-size",
         "8",
         "--learning-rate",
@@ -170,6 +170,7 @@ def parallel(traffic: Path, distilled: Path, tmp_path_factory: pytest.TempPathFa
     return out
 
 
+@only_in_soak
 def test_a_parallel_draft_learns_to_draft_from_masks(parallel: Path, distilled: Path) -> None:
     taught = [one for one in lessons_of(distilled) if not is_held_out(one.answer.prompt_token_ids, 10)]
     draft, before = load_draft(parallel), load_draft(resolve_model_folder(DRAFT))
@@ -182,6 +183,7 @@ def test_a_parallel_draft_learns_to_draft_from_masks(parallel: Path, distilled: 
     assert "draft.drafter: parallel" in (parallel / "README.md").read_text(encoding="utf-8")
 
 
+@only_in_soak
 def test_the_engine_drafts_from_masks_as_it_was_taught(parallel: Path, distilled: Path) -> None:
     """The drafts after some places of an answer are the choices of the model that was trained, in float32."""
     config = load_config(
@@ -218,7 +220,7 @@ class Heads:
     after: list[TrafficAcceptance]
 
 
-@pytest.fixture(scope="module", params=["eagle", "medusa"])
+@pytest.fixture(scope="module", params=length(["eagle"], ["eagle", "medusa"]))
 def heads(request: pytest.FixtureRequest, distilled: Path, tmp_path_factory: pytest.TempPathFactory) -> Heads:
     folder = tmp_path_factory.mktemp(request.param)
     # In the order of their prompts: the order in which they arrived would train other heads in each run.

@@ -13,6 +13,7 @@ import psutil
 from openai import OpenAI
 
 from services.launch.local import LocalCluster
+from tests.soak import only_in_soak
 from tests.system.cases import sampled_cases
 from tests.system.client import complete_all
 from tests.system.conftest import READY_TIMEOUT_SECONDS, cluster_config
@@ -58,6 +59,7 @@ def test_it_answers_as_the_local_launcher_does_and_down_ends_what_a_killed_one_l
         assert_nothing_left(launcher, descendants, folder)
 
 
+@only_in_soak
 def test_what_cannot_start_is_told_in_a_line_and_leaves_nothing_behind(folder: Path) -> None:
     descendants: list[psutil.Process] = []
     with launched(folder, "--draft", "/nowhere") as launcher:

@@ -8,6 +8,7 @@ from bench.fault_load import Answers, Question, under_load
 from bench.fault_ray import READY_SECONDS, RayFaultCluster
 from cluster.placement.scaling import Decision
 from services.launch.ray.registry_actor import find_decisions
+from tests.soak import only_in_soak
 from tests.waiting import eventually
 
 SCALED = (
@@ -22,6 +23,7 @@ SCALED = (
 )
 
 
+@only_in_soak
 def test_drafts_follow_what_they_bring(cluster: RayFaultCluster, questions: list[Question], expected: Answers) -> None:
     # No request fails and no token differs in a rolling update, through Serve's proxy: it replaces the routers, too.
     tally, _ = under_load([cluster.nodes.proxy_url], questions, expected, lambda: str(cluster.roll(*SCALED)), 1.0)

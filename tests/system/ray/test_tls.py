@@ -9,6 +9,7 @@ import httpx
 
 from services.launch.local import free_ports
 from tests.certificates import Certs
+from tests.soak import only_in_soak
 from tests.system.ray.launched import SIMULATED, end_and_check, launched
 from tests.waiting import eventually
 
@@ -16,6 +17,7 @@ KEY = "sk-alice-0123456789abcdef"
 BODY = {"prompt": "x", "seed": 5, "max_tokens": 20}
 
 
+@only_in_soak
 def test_a_cluster_with_certificates_and_keys(folder: Path, tmp_path: Path) -> None:
     certs = Certs(tmp_path)
     (tmp_path / "keys").write_text(f"alice:{KEY}\n")

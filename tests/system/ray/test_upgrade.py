@@ -11,10 +11,12 @@ from bench.fault_load import Answers, Question
 from bench.fault_ray import RayFaultCluster
 from cluster.simulated_engines.tokens import token_at
 from cluster.speculation.noise import NoiseKey
+from tests.soak import only_in_soak
 
 NEW_VOCABULARY = 4090  # a simulated token depends on its size
 
 
+@only_in_soak
 def test_old_and_new_never_mix_within_an_answer(
     running: RayFaultCluster, questions: list[Question], expected: Answers
 ) -> None:

@@ -23,22 +23,23 @@ SHORT_OF_BLOCKS = {
     "target.max_model_len": 512,
     "simulation.round_trip_ms": 15,
 }
-# An engine and its draft worker take 60 CPU seconds, so `make test` runs two configurations: only `make soak` has
-# targets of vLLM in bfloat16, and preempted sequences with a draft of the PyTorch engine. With the V2 runner,
-# `tests/system/ray/test_vllm.py` has two ranks, and `tests/cluster/vllm_plugin/test_device_drafts.py` has draft models.
+# An engine and its draft worker take 60 CPU seconds, so `make test` runs one configuration: only `make soak` has
+# vLLM's own EAGLE, targets of vLLM in bfloat16, and preempted sequences with a draft of the PyTorch engine. With the V2
+# runner, `tests/system/ray/test_vllm.py` has two ranks, and `tests/cluster/vllm_plugin/test_device_drafts.py` has draft
+# models.
 BFLOAT16 = "bfloat16 and a vLLM draft"
 VLLM_DRAFT = {"draft.drafter": "vllm", "draft.engine_args": "{enforce_eager: true}"}
 CONFIGURATIONS: dict[str, Mapping[str, object]] = {
     "few blocks and a vLLM draft far away": {**SHORT_OF_BLOCKS, **VLLM_DRAFT},
-    "vLLM's own EAGLE": {
-        "draft.drafter": "engine",
-        "draft.model": "outrider-eagle-12m",
-        "draft.speculative_config": "{method: eagle}",
-        "speculation.num_speculative_tokens": 3,
-    },
     **length(
         {},
         {
+            "vLLM's own EAGLE": {
+                "draft.drafter": "engine",
+                "draft.model": "outrider-eagle-12m",
+                "draft.speculative_config": "{method: eagle}",
+                "speculation.num_speculative_tokens": 3,
+            },
             "few blocks and a draft pool far away": SHORT_OF_BLOCKS,
             BFLOAT16: {"target.dtype": "bfloat16", **VLLM_DRAFT},
             "two tensor-parallel ranks": {"target.tensor_parallel_size": 2},

@@ -11,7 +11,7 @@ from bench.workload import read_counters
 from cluster.config.file import load_config
 from services.launch.local import LocalCluster
 from tests.cluster.vllm_plugin.environment import environment
-from tests.soak import length
+from tests.soak import length, only_in_soak
 from tests.system.shaped_cases import Body, answer, assert_alike, one_of_each_constraint, shaped_bodies
 
 MAX_TOKENS = 16  # a token takes the interpreter a tenth of a second
@@ -46,6 +46,7 @@ def on_v2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
             yield running
 
 
+@only_in_soak
 @pytest.mark.parametrize("k", [0, 4])
 def test_it_answers_as_our_own_engine(cluster: LocalCluster, on_v2: LocalCluster, k: int) -> None:
     before = read_counters(f"{on_v2.url}/metrics")

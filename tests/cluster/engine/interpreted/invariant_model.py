@@ -21,7 +21,7 @@ from cluster.errors import ConfigurationError
 from tests.cluster.engine.filled_caches import BLOCK_SIZE, CPU, model_and_cache
 from tests.interpreter import spare_bookkeeping
 from tests.interpreter_dot import dot_in_order
-from tests.soak import length
+from tests.soak import length, only_in_soak
 
 NUM_LAYERS = length(1, 2)  # layers of the models under test
 FAMILIES = [{}, {"family": "qwen3"}, {"family": "qwen2"}]  # plain, with a norm of each head, with a bias
@@ -33,7 +33,7 @@ def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     dot_in_order(monkeypatch)
 
 
-@pytest.fixture(params=FAMILIES, ids=str)
+@pytest.fixture(params=length(FAMILIES[1:], FAMILIES), ids=str)
 def folder(request: pytest.FixtureRequest, tiny_folder: Callable[..., Path]) -> Path:
     return tiny_folder(num_hidden_layers=NUM_LAYERS, **request.param)
 
@@ -54,6 +54,7 @@ def fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(invariance, "_CUTS", length(([1] * 7 + [38], *invariance._CUTS[1:]), invariance._CUTS))
 
 
+@only_in_soak
 @pytest.mark.usefixtures("fewer_steps")
 def test_it_passes_the_check(tiny_folder: Callable[..., Path]) -> None:
     runner = new_runner(tiny_folder(family="qwen3", num_hidden_layers=NUM_LAYERS))
@@ -94,7 +95,7 @@ def test_a_step_without_logits(tiny_folder: Callable[..., Path]) -> None:
     assert runner.run([Segment([1, 2, 3], 0, [0], 0)]).shape[0] == 0
 
 
-@pytest.mark.parametrize("quantization", [Quantization(8, None), Quantization(4, 32)])
+@pytest.mark.parametrize("quantization", length([Quantization(4, 32)], [Quantization(8, None), Quantization(4, 32)]))
 def test_a_model_in_integers(tiny_folder: Callable[..., Path], quantization: Quantization) -> None:
     batch = pack([Segment([5, 6, 7], 0, [3], 3)], BLOCK_SIZE, CPU)
     logits = []

@@ -124,13 +124,13 @@ def test_ragged_batches(dtype: torch.dtype, num_heads: int, num_kv_heads: int, h
         assert_right(cache, [cache.segment(*shape) for shape in shapes], num_heads, may_split=may_split)
 
 
-@pytest.mark.parametrize("block_size", length((1, 12, 128), (1, 4, 12, 16, 128)))
+@pytest.mark.parametrize("block_size", length((12,), (1, 4, 12, 16, 128)))
 def test_contexts_end_at_the_borders_of_blocks_and_steps(block_size: int) -> None:
     cache = Cache(block_size, 4 * (2048 // block_size), 2, 16)
     assert_right(cache, [cache.segment(1, end - 1) for end in (1, 2, 31, 32, 33, 64, 65, 127, 128, 129)], 4)
 
 
-@pytest.mark.parametrize("span", length((1, 33, 64, 300), (1, 5, 33, 64, 70, 300)))
+@pytest.mark.parametrize("span", length((33, 300), (1, 5, 33, 64, 70, 300)))
 @pytest.mark.usefixtures("short_splits")
 def test_windows(span: int) -> None:
     for may_split in (False, True):
@@ -140,7 +140,7 @@ def test_windows(span: int) -> None:
         assert_right(cache, segments, 4, span, may_split=may_split)
 
 
-@pytest.mark.parametrize("seed", range(length(2, 3)))
+@pytest.mark.parametrize("seed", range(length(1, 3)))
 @pytest.mark.usefixtures("short_splits")
 def test_trees_among_chains(seed: int) -> None:
     rng = random.Random(seed)
@@ -173,7 +173,7 @@ def test_a_prompts_chunk_after_others() -> None:
     assert_right(cache, [cache.segment(60, 1100), cache.segment(1, 20), cache.segment(40, 0)], 4)
 
 
-@pytest.mark.parametrize("dtype", ERRORS)
+@pytest.mark.parametrize("dtype", length((torch.bfloat16,), tuple(ERRORS)))
 @pytest.mark.usefixtures("short_splits")
 def test_a_rows_bits_are_its_own(dtype: torch.dtype) -> None:
     """Alone or among others, as a decode or in a chunk, with its splits walked by one program or by several."""
@@ -191,7 +191,7 @@ def test_a_rows_bits_are_its_own(dtype: torch.dtype) -> None:
         for may_split in (False, True):
             seen = attend(query, cache, batch, may_split=may_split)
             assert torch.equal(seen[first : first + 30], alone)
-    for row in (0, 11, 29):
+    for row in length((11,), (0, 11, 29)):
         decode = Segment([1], 90 + row, chunk.block_table, 1)
         for may_split in (False, True):
             seen = attend(own[row : row + 1], cache, pack([decode], 16, CPU), may_split=may_split)

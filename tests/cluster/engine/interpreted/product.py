@@ -24,7 +24,7 @@ PAIRS = [
     for i, shape in enumerate(SHAPES)
     for j, num_rows in enumerate(NUM_ROWS)
 ]
-HEIGHTS = length((1, 15, 16, 17, 33, 64, 65, 129), (*range(1, 18), 31, 32, 33, 47, 63, 64, 65, 128, 129))
+HEIGHTS = length((1, 17, 65), (*range(1, 18), 31, 32, 33, 47, 63, 64, 65, 128, 129))
 
 
 @pytest.fixture(autouse=True)
@@ -75,9 +75,7 @@ def test_a_row_has_the_same_bits_at_every_height(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    ("num_outputs", "num_inputs"), length([(72, 1100), (130, 64)], [(72, 1100), (130, 2048), (130, 64)])
-)
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), length([(72, 1100)], [(72, 1100), (130, 2048), (130, 64)]))
 def test_neither_the_tile_nor_the_programs_decide_a_bit(num_outputs: int, num_inputs: int, dtype: torch.dtype) -> None:
     x, weight, bias = operands(70, num_outputs, num_inputs, dtype)
     whole = product(x, weight, bias)
@@ -108,7 +106,7 @@ def quantized(bits: int, group_size: int | None, num_inputs: int, dtype: torch.d
 @pytest.mark.parametrize(
     ("bits", "group_size", "num_inputs", "dtype"),
     [
-        *((*quantization, torch.bfloat16) for quantization in QUANTIZATIONS),
+        *((*quantization, torch.bfloat16) for quantization in length(QUANTIZATIONS[1:4], QUANTIZATIONS)),
         *((*quantization, torch.float32) for quantization in length([(4, 64, 192)], QUANTIZATIONS)),
     ],
     ids=str,
@@ -124,7 +122,7 @@ def test_integers_are_multiplied_as_they_are_read(
     whole = product(x, packed, bias)
     expected = x.double() @ weight.double().T + bias.double()
     torch.testing.assert_close(whole.double(), expected, rtol=ERRORS[dtype], atol=ERRORS[dtype])
-    for num_rows in (1, 17, 65):
+    for num_rows in length((17,), (1, 17, 65)):
         assert torch.equal(product(x[:num_rows], packed, bias), whole[:num_rows])
     for tile in TILES[dtype.itemsize]:
         for is_split in (False, True):

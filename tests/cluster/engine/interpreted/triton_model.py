@@ -17,6 +17,7 @@ from cluster.engine.model import Model, TorchModel
 from cluster.engine.triton_model import TritonModel
 from tests.cluster.engine.filled_caches import BLOCK_SIZE, CPU, NUM_BLOCKS, model_and_cache
 from tests.interpreter import spare_bookkeeping
+from tests.soak import length
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +25,10 @@ def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     spare_bookkeeping(monkeypatch)
 
 
-@pytest.fixture(params=[{}, {"family": "mistral", "sliding_window": 6}, {"family": "qwen3"}], ids=lambda p: str(p))
+FAMILIES = [{}, {"family": "qwen3"}, {"family": "mistral", "sliding_window": 6}]
+
+
+@pytest.fixture(params=length(FAMILIES[2:], FAMILIES), ids=str)
 def folder(request: pytest.FixtureRequest, tiny_folder: Callable[..., Path]) -> Path:
     return tiny_folder(**request.param)
 
@@ -54,7 +58,7 @@ def assert_same(plain: tuple[Model, KVCache], other: tuple[Model, KVCache], segm
 def test_the_same_logits_and_cache(folder: Path) -> None:
     rng = random.Random(1)
     plain, other = model_and_cache(folder, TorchModel), model_and_cache(folder, TritonModel)
-    for trees in (False, True, True):
+    for trees in length((False, True), (False, True, True)):
         assert_same(plain, other, random_segments(rng, trees=trees))
 
 
@@ -81,10 +85,11 @@ def test_steps_that_are_recorded(folder: Path) -> None:
 
     assert isinstance(other[0], TritonModel)
     other[0].record(16, 48, record)
-    for _ in range(4):
+    number = length(2, 4)
+    for _ in range(number):
         assert_same(plain, other, random_segments(rng, trees=False, most=2))
-    assert len(replayed) == 4
+    assert len(replayed) == number
     assert_same(plain, other, [Segment([5] * 17, 0, list(range(5)), 2)])  # more rows than any has
     assert_same(plain, other, [Segment([5], 48, list(range(20, 33)), 1)])  # a longer context
     assert_same(plain, other, [Segment([5, 6, 7], 3, [40, 41], 3, [-1, 0, 0])])
-    assert len(replayed) == 4
+    assert len(replayed) == number

@@ -94,10 +94,10 @@ def assert_same_for(seed: int, vocab_size: int, num_requests: int, scale: float 
 
 @pytest.mark.parametrize("seed", range(length(1, 4)))
 def test_all_mixes_of_parameters(seed: int) -> None:
-    assert_same_for(seed, 700, 22)
+    assert_same_for(seed, 700, length(12, 22))
 
 
-@pytest.mark.parametrize("vocab_size", [1, 7, 8, 9, 31, 33, 255, 256, 257, 512])
+@pytest.mark.parametrize("vocab_size", length([1, 9, 255, 512], [1, 7, 8, 9, 31, 33, 255, 256, 257, 512]))
 def test_vocabularies_of_any_size(vocab_size: int) -> None:
     rng = random.Random(vocab_size)
     params = [SamplingParams(temperature=t, top_k=k) for t in (0.0, 0.7, 1.0) for k in (0, 3)]
@@ -106,7 +106,9 @@ def test_vocabularies_of_any_size(vocab_size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("chunk", "vocab_size", "num_requests"), [(4096, 4096, length(5, 20)), (32_768, 128_256, 3)], indirect=["chunk"]
+    ("chunk", "vocab_size", "num_requests"),
+    length([(32_768, 128_256, 2)], [(4096, 4096, 20), (32_768, 128_256, 3)]),
+    indirect=["chunk"],
 )
 def test_vocabularies_of_models(vocab_size: int, num_requests: int) -> None:
     """Filters read all chunks about 20 times, so the chunks of the large vocabulary are larger than on a GPU."""
@@ -120,7 +122,7 @@ def test_all_chunks_of_a_large_vocabulary_are_merged() -> None:
     assert_same(random_logits(2, len(requests), 128_256), requests, 4)
 
 
-@pytest.mark.parametrize("width", [2, 3, 16])
+@pytest.mark.parametrize("width", length([3], [2, 3, 16]))
 def test_the_best_of_a_row(width: int) -> None:
     assert_same_for(width, 700, length(5, 20), width=width)
 
@@ -177,7 +179,7 @@ def test_cuts_keep_the_tokens_that_the_filters_keep(seed: int) -> None:
 
 
 def test_scores_that_are_much_smaller_or_larger_than_the_noise() -> None:
-    for scale in (1e-3, 100.0, 1e4):
+    for scale in length((1e-3, 1e4), (1e-3, 100.0, 1e4)):
         assert_same_for(int(scale), 500, length(6, 20), scale)
 
 

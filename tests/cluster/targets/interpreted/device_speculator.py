@@ -24,6 +24,7 @@ from cluster.targets.device_speculator import DeviceSpeculator
 from cluster.targets.torch import TorchTarget
 from tests.cluster.drafters.interpreted.burst import PARAMS
 from tests.interpreter import spare_bookkeeping
+from tests.soak import length, only_in_soak
 
 CPU = torch.device("cpu")
 LIMITS = StepLimits(max_model_len=96, max_num_seqs=5, max_num_batched_tokens=16)
@@ -125,7 +126,9 @@ def mixed() -> list[GenerationRequest]:
     return [request(seed, num_prompt, most, k=k) for seed, num_prompt, most, k in MIXED]
 
 
-@pytest.mark.parametrize(("is_perfect", "ahead"), [(True, True), (False, True), (False, False)])
+@pytest.mark.parametrize(
+    ("is_perfect", "ahead"), length([(False, True)], [(True, True), (False, True), (False, False)])
+)
 def test_same_tokens(is_perfect: bool, ahead: bool, folders: tuple[Path, Path], expected: list[list[int]]) -> None:
     """Prompts in several chunks, and of one token; depths that differ; answers that end with drafts in flight."""
     engine = Engine(folders[0], folders[0] if is_perfect else folders[1], ahead=ahead)
@@ -135,6 +138,7 @@ def test_same_tokens(is_perfect: bool, ahead: bool, folders: tuple[Path, Path], 
         assert engine.num_accepted >= 0.95 * engine.num_drafted
 
 
+@only_in_soak
 def test_a_prompt_of_several_steps_alone(folders: tuple[Path, Path]) -> None:
     """Its first steps choose no token."""
     alone = [request(1, 18, 3)]
@@ -173,6 +177,7 @@ def test_preemption_and_aborts(folders: tuple[Path, Path]) -> None:
     assert preempted["vllm:num_preemptions"] > 0
 
 
+@only_in_soak
 def test_the_controller_tries_depths(folders: tuple[Path, Path], expected: list[list[int]]) -> None:
     """The trials before the first request do not count as committed tokens."""
     engine = Engine(folders[0], folders[0], controller="goodput", k=2, most=2)
@@ -182,6 +187,7 @@ def test_the_controller_tries_depths(folders: tuple[Path, Path], expected: list[
     assert engine.generate(mixed()) == expected
 
 
+@only_in_soak
 def test_a_sequence_without_drafts_gets_none_later(folders: tuple[Path, Path]) -> None:
     """A step without drafts leaves the draft's cache without its tokens."""
     requests = [request(1, 4, 9, k=0), request(2, 4, 5, k=3)]

@@ -11,11 +11,12 @@ import pytest
 
 from services.router.structured.enforceable import to_enforceable
 from services.router.structured.errors import SchemaError
+from tests.soak import length
 
 from .random_model import RandomModel
 from .random_schemas import SchemaGenerator
 
-NUM_SCHEMAS = 200
+NUM_SCHEMAS = length(60, 200)
 NUM_ANSWERS = 4
 
 
