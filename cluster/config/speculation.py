@@ -49,6 +49,12 @@ class SpeculationConfig(Section):
     draft_timeout_ms: Annotated[float, Field(gt=0)] = Field(
         50.0, description="milliseconds that a step waits for a proposal before it decodes plainly"
     )
+    suffix_bytes: Annotated[int, Field(ge=0)] = Field(
+        0,
+        description="bytes in which a target keeps recent tokens, to draft what followed a sequence's last tokens earlier: "
+        "in it, or in another sequence with the same API key and cache salt; a sequence gets these drafts where more "
+        "of them are expected to be accepted than of its drafter's. 0: none",
+    )
     output_token_ms: PositiveFloat | None = Field(
         None,
         description="limit of an answer's mean milliseconds per output token after its first, at p99 over answers of "

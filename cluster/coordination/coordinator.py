@@ -36,6 +36,7 @@ from cluster.coordination.row_reservations import RowReservations
 from cluster.coordination.sequence import Round, SpeculativeSequence
 from cluster.coordination.speculation_gain import SpeculationGain
 from cluster.coordination.stats import CoordinatorStats
+from cluster.coordination.suffix_drafts import SuffixDrafts
 from cluster.coordination.timeline import AnswerSpan, StepSpan, Timeline
 from cluster.coordination.waiting import Waits
 from cluster.engine.limits import StepLimits
@@ -64,10 +65,11 @@ class _EndedStep:
 
     rounds: Sequence[Round]
     collected: Mapping[SpeculativeSequence, Drafts]  # the drafts of each sequence
+    by_suffix: Mapping[SpeculativeSequence, Drafts]  # those of the suffix index
     timing: StepTiming | None
     seconds: float  # since the end of the previous step, or since the step's own start if the engine was idle
     waited_seconds: float
-    is_as_planned: bool  # all sequences of the step continued, and it was not a plain step (`DepthPlanner`)
+    is_as_planned: bool  # all sequences continued, with their drafters' drafts and not in a plain step (`DepthPlanner`)
 
 
 class Coordinator:
@@ -107,6 +109,8 @@ class Coordinator:
         self._waited_seconds = 0.0  # wait for proposals before this step
         self._collected: Mapping[SpeculativeSequence, Drafts] = {}  # drafts of the running step; {} between steps
         self._reservations = RowReservations(self.planner.steps, self.planner.max_depth)
+        self._suffixes = SuffixDrafts(self.planner, config.suffix_bytes) if config.suffix_bytes else None
+        self._by_suffix: dict[SpeculativeSequence, Drafts] = {}  # sequences of the running step with its drafts
         self._ended: list[_EndedStep] = []
 
     def observe_step_times(self, times: Iterable[tuple[int, float]]) -> None:
@@ -137,6 +141,8 @@ class Coordinator:
         self._plan(decoding, joining)
         self._openings.assign()
         self._send()
+        if self._suffixes is not None:
+            self._suffixes.take_in([*decoding, *joining])
         self.stats.other_seconds += time.thread_time() - started_at
 
     def expects_drafts(self, decoding: Sequence[SpeculativeSequence]) -> bool:
@@ -144,7 +150,9 @@ class Coordinator:
 
         If not, the step may start before the previous step's tokens are read.
         """
-        return any(s.link is not None and self.planner.verified_depth(s) for s in decoding)
+        return any(s.link is not None and self.planner.verified_depth(s) for s in decoding) or (
+            self._suffixes is not None and any(self._suffixes.drafts_of(s) for s in decoding)
+        )
 
     def reserve(self, decoding: Sequence[SpeculativeSequence]) -> dict[SpeculativeSequence, int]:
         """Reserves rows for the drafts of `decoding` in the planned step, for engines that need the number early.
@@ -156,6 +164,9 @@ class Coordinator:
             sequence.reserved(sequence.depth)
             may_come = sequence.link is not None and sequence.has_answered and not sequence.is_late
             depths[sequence] = self.planner.verified_depth(sequence) if may_come or sequence.num_ready else 0
+            if self._suffixes is not None and (found := self._suffixes.drafts_of(sequence)) is not None:
+                depths[sequence] = max(depths[sequence], len(found))
+                sequence.reserved(depths[sequence])
         planner = self.planner
         if planner.measures and planner.steps.is_known:
             # Probes, requests that set their number of drafts, and those whose limit needs the drafts get all rows.
@@ -204,13 +215,21 @@ class Coordinator:
 
         Opens the sequences in `joining`, which take part from the next step on.
         """
-        started_at, now, planner = time.thread_time(), self._clock(), self.planner
+        started_at, now, planner, suffixes = time.thread_time(), self._clock(), self.planner, self._suffixes
+        by_suffix, self._by_suffix = self._by_suffix, {}
+        if suffixes is not None:
+            for ended in rounds:
+                if ended.sequence in by_suffix:
+                    suffixes.observe(_of_drafter(ended, by_suffix))
+            suffixes.propose([ended.sequence for ended in rounds])
         for ended in rounds:
             sequence = ended.sequence
             if sequence.link is not None:
                 if sequence is planner.probe:
                     planner.probed(has_drafts=bool(self._collected.get(sequence)))
                 num_drafts, shape = planner.wanted(sequence)
+                if suffixes is not None and suffixes.drafts_of(sequence) is not None:
+                    num_drafts, shape = 0, None
                 sequence.advance(num_drafts, shape, now)
         if joining:
             for sequence in joining:
@@ -218,10 +237,10 @@ class Coordinator:
             self._openings.assign()
         self._send()
         if rounds or timing is not None:  # otherwise the step was empty
-            is_as_planned = len(rounds) == len(self._begun) and not self._is_plain_step
+            is_as_planned = len(rounds) == len(self._begun) and not (self._is_plain_step or by_suffix)
             seconds, self._began_at = now - self._began_at, now
             self._ended.append(
-                _EndedStep(rounds, self._collected, timing, seconds, self._waited_seconds, is_as_planned)
+                _EndedStep(rounds, self._collected, by_suffix, timing, seconds, self._waited_seconds, is_as_planned)
             )
             self._collected = {}
         if timing is not None:
@@ -235,6 +254,8 @@ class Coordinator:
     def close(self, sequence: SpeculativeSequence) -> None:
         """Removes `sequence`, which has ended. The next message to its drafter reports this."""
         self._openings.remove(sequence)
+        if self._suffixes is not None:
+            self._suffixes.close(sequence)
 
     def demand(self) -> DraftDemand | None:
         """Returns the predicted gain of drafts; None if unknown. Thread-safe."""
@@ -245,6 +266,8 @@ class Coordinator:
         yield from self.stats.readings()
         yield from self._balancer.readings()
         yield from self._gains.readings()
+        if self._suffixes is not None:
+            yield from self._suffixes.readings()
 
     def _learn(self) -> None:
         """Learns from the steps that ended since the last plan, and from the replies of their drafters."""
@@ -253,7 +276,8 @@ class Coordinator:
         for link in self._balancer.active.values():
             link.learn()
         for step in ended:
-            planner.observe([_of_drafter(ended, step.collected) for ended in step.rounds])
+            by_drafter = [ended for ended in step.rounds if ended.sequence not in step.by_suffix]
+            planner.observe([_of_drafter(ended, step.collected) for ended in by_drafter])
             timing = step.timing
             if timing is None:
                 continue
@@ -286,12 +310,23 @@ class Coordinator:
     def _drafts(self, sequences: Sequence[SpeculativeSequence]) -> dict[SpeculativeSequence, Drafts]:
         drafts: dict[SpeculativeSequence, Drafts] = {}
         for sequence in sequences:
-            found = drafts[sequence] = sequence.drafts(self.planner.verified_depth(sequence))
+            found = drafts[sequence] = self._suffix_of(sequence) or sequence.drafts(
+                self.planner.verified_depth(sequence)
+            )
             if not found.token_ids:
                 self.stats.plain_decodes[self._why_plain(sequence)] += 1
         if max(chain.from_iterable([found.token_ids for found in drafts.values()]), default=0) >= self._vocab_size:
             return {sequence: self._valid(found) for sequence, found in drafts.items()}
         return drafts
+
+    def _suffix_of(self, sequence: SpeculativeSequence) -> Drafts | None:
+        if self._suffixes is None or self.planner.is_plain_step:
+            return None
+        found = self._suffixes.drafts_of(sequence)
+        if found is None or not (found := found.first(sequence.num_rows)):
+            return None
+        self._by_suffix[sequence] = found
+        return found
 
     def _why_plain(self, sequence: SpeculativeSequence) -> str:
         if sequence.num_speculative_tokens == 0:

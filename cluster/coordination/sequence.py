@@ -48,6 +48,7 @@ class SpeculativeSequence:
     cache_root: bytes = b""  # a drafter shares KV only between sequences with the same root
     conversation: bytes = b""  # the same for all turns of a conversation; b"": unknown
     output_limit: float | None = None  # the request's own limit of seconds per output token; None: the configured one
+    owner: bytes = b""  # what others said is no draft for it
 
     # The plan.
     acceptance: SequenceAcceptance | None = None  # None before the sequence has joined

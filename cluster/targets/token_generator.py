@@ -62,6 +62,7 @@ class Generation(engine.Sequence):
                 request.cache_root,
                 request.conversation,
                 request.output_limit,
+                request.owner,
             ),
         )
 

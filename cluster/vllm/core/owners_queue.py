@@ -14,13 +14,13 @@ from cluster.vllm.coupling import extra_args_of
 OWNER_KEY = "outrider_owner"  # key of a request's owner in `extra_args`
 
 
-def _owner_of(request: Request) -> bytes:
+def owner_of(request: Request) -> bytes:
     return cast(bytes, extra_args_of(request.sampling_params).get(OWNER_KEY, b""))
 
 
 class OwnersQueue(RequestQueue):
     def __init__(self, num_places: int, num_kv_tokens: int, running: Callable[[], Sequence[Request]]) -> None:
-        self.fair: FairQueue[Request] = FairQueue(_owner_of, num_places, num_kv_tokens)
+        self.fair: FairQueue[Request] = FairQueue(owner_of, num_places, num_kv_tokens)
         self._running = running
 
     def add_request(self, request: Request) -> None:

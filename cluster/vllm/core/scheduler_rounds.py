@@ -28,6 +28,7 @@ from cluster.speculation.demand import DraftDemand
 from cluster.speculation.drafts import Drafts
 from cluster.targets.base import root_of
 from cluster.telemetry.metrics import Reading
+from cluster.vllm.core.owners_queue import owner_of
 from cluster.vllm.core.scheduler import EngineStep, Rounds
 from cluster.vllm.coupling import Coupling
 
@@ -198,6 +199,7 @@ class CoordinatedRounds(Rounds):
                 root_of(request.cache_salt),
                 coupling.conversation,
                 coupling.output_limit,
+                owner_of(request),
             )
         return sequence
 

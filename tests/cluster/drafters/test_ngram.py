@@ -11,8 +11,8 @@ from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 
 
-def new_drafter(max_model_len: int, longest: int, max_num_seqs: int = 8) -> NgramDrafter:
-    return NgramDrafter(10, StepLimits(max_model_len, max_num_seqs, 512), longest)
+def new_drafter(max_model_len: int, max_num_seqs: int = 8) -> NgramDrafter:
+    return NgramDrafter(10, StepLimits(max_model_len, max_num_seqs, 512))
 
 
 def admitted(drafter: NgramDrafter, token_ids: list[int], window: int = 4) -> DraftSequence:
@@ -39,7 +39,7 @@ def admitted(drafter: NgramDrafter, token_ids: list[int], window: int = 4) -> Dr
     ],
 )
 def test_proposes_what_followed_before(token_ids: list[int], expected: list[int]) -> None:
-    drafter = new_drafter(max_model_len=100, longest=3)
+    drafter = new_drafter(max_model_len=100)
     sequence = admitted(drafter, token_ids)
     assert drafter.draft([sequence]) == []
     assert sequence.draft_token_ids == expected
@@ -47,7 +47,7 @@ def test_proposes_what_followed_before(token_ids: list[int], expected: list[int]
 
 @pytest.mark.parametrize("token_ids", [[1], [1, 2, 3], [5, 1, 5, 2]])
 def test_is_exhausted_where_nothing_is_known(token_ids: list[int]) -> None:
-    drafter = new_drafter(max_model_len=100, longest=3)
+    drafter = new_drafter(max_model_len=100)
     sequence = admitted(drafter, token_ids)
     drafter.draft([sequence])
     assert sequence.draft_token_ids == []
@@ -57,7 +57,7 @@ def test_is_exhausted_where_nothing_is_known(token_ids: list[int]) -> None:
 
 
 def test_a_long_prompt_is_taken_in_over_several_steps_and_a_short_one_does_not_wait_for_it() -> None:
-    drafter = new_drafter(max_model_len=10_000, longest=3)  # 512 tokens a step
+    drafter = new_drafter(max_model_len=10_000)  # 512 tokens a step
     long, short = admitted(drafter, [*range(600), *range(600)]), admitted(drafter, [1, 2, 1])
     for _ in range(2):
         drafter.draft([long, short])
@@ -67,7 +67,7 @@ def test_a_long_prompt_is_taken_in_over_several_steps_and_a_short_one_does_not_w
 
 
 def test_learns_from_what_was_committed_only() -> None:
-    drafter = new_drafter(max_model_len=100, longest=2)
+    drafter = new_drafter(max_model_len=100)
     sequence = admitted(drafter, [1, 2, 3, 1])
     drafter.draft([sequence])
     assert sequence.draft_token_ids == [2, 3, 1, 2]
@@ -79,14 +79,14 @@ def test_learns_from_what_was_committed_only() -> None:
 
 
 def test_stays_within_the_models_length() -> None:
-    drafter = new_drafter(max_model_len=6, longest=2)
+    drafter = new_drafter(max_model_len=6)
     sequence = admitted(drafter, [1, 2, 1, 2])
     drafter.draft([sequence])
     assert sequence.token_ids == [1, 2, 1, 2, 1, 2]
 
 
 def test_takes_as_many_sequences_as_it_may() -> None:
-    drafter = new_drafter(max_model_len=100, longest=2, max_num_seqs=2)
+    drafter = new_drafter(max_model_len=100, max_num_seqs=2)
     first, second = admitted(drafter, [1, 2]), admitted(drafter, [3, 4])
     third = DraftSequence([5], 1, SamplingParams(), NoiseKey(1, 2), 4, 4)
     assert drafter.free_tokens == 0

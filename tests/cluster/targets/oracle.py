@@ -86,7 +86,7 @@ class OracleDraft(LoopbackDraft):
 
     def start(self) -> None:
         # It says how large it is; nobody asks it for more.
-        self.drafter: Any = NgramDrafter(VOCAB_SIZE, StepLimits(256, 64, 512), 1)
+        self.drafter: Any = NgramDrafter(VOCAB_SIZE, StepLimits(256, 64, 512))
         self.worker: Any = OracleWorker(self._truths)
         self._loop.run(self._serve())
 

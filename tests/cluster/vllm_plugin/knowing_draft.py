@@ -80,7 +80,7 @@ class KnowingDraft:
         self._loop = loop
         self._description = types_pb2.ModelDescription(name="knowing", tokenizer_fingerprint=fingerprint)
         # Says how large it is; nobody asks it for more.
-        self._drafter = NgramDrafter(vocab_size, StepLimits(256, 64, 512), 1)
+        self._drafter = NgramDrafter(vocab_size, StepLimits(256, 64, 512))
         loop.run(self._serve())
 
     async def _serve(self) -> None:

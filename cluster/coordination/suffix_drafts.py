@@ -1,0 +1,114 @@
+"""Drafts from earlier text, for sequences that a draft pool may draft for too.
+
+A sequence verifies the suffix index's drafts in place of its drafter's if more of them are expected to be accepted. Its
+drafter is then asked for none, and goes on being told what is committed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from cluster.coordination.depths import DepthPlanner
+from cluster.coordination.sequence import Round, SpeculativeSequence
+from cluster.speculation.acceptance_model import SequenceAcceptance
+from cluster.speculation.drafts import Drafts, num_useful_drafts
+from cluster.speculation.suffix_index import Match, SuffixIndex, Text, following
+from cluster.telemetry.metrics import Reading
+
+_NEW_TOKENS = 2048  # most that a step takes in, for about a millisecond
+
+
+@dataclass(eq=False, slots=True)
+class _Followed:
+    """A sequence with its text and its next drafts."""
+
+    text: Text
+    acceptance: SequenceAcceptance  # shared with all drafts after runs of the same length
+    drafts: Drafts
+    base: int = 0  # tokens that `drafts` follow
+    expected: float = 0.0  # accepted drafts
+
+
+class SuffixDrafts:
+    """For the engine's thread, but for `readings`."""
+
+    def __init__(self, planner: DepthPlanner, num_bytes: int) -> None:
+        self._planner = planner
+        self._index = SuffixIndex.of_bytes(num_bytes)
+        self._followed: dict[SpeculativeSequence, _Followed] = {}
+        self._num_drafted = self._num_accepted = 0
+
+    def take_in(self, sequences: Sequence[SpeculativeSequence]) -> None:
+        """Takes in new tokens of `sequences`, short texts before long ones."""
+        room = _NEW_TOKENS
+        news: list[tuple[Text, int]] = []
+        for sequence in sequences:
+            followed = self._followed.get(sequence)
+            if followed is None:
+                followed = self._follow(sequence)
+            num_new = min(room, len(sequence.token_ids) - followed.text.num_known)
+            if num_new > 0:
+                room -= num_new
+                news.append((followed.text, followed.text.num_known + num_new))
+        self._index.take_in(news)
+
+    def propose(self, sequences: Sequence[SpeculativeSequence]) -> None:
+        """Looks up drafts that follow the tokens of `sequences`, which have just been committed."""
+        asking = [one for one in sequences if one in self._followed and one.num_speculative_tokens != 0]
+        matches = self._index.find([self._followed[one].text for one in asking])
+        room = self._planner.steps.room_for_drafts(len(sequences))
+        for sequence, match in zip(asking, matches, strict=True):
+            followed = self._followed[sequence]
+            followed.drafts, followed.expected = Drafts(), 0.0
+            if match is not None and room > 0:
+                self._propose(sequence, followed, match, room)
+                room -= len(followed.drafts)
+
+    def drafts_of(self, sequence: SpeculativeSequence) -> Drafts | None:
+        """Returns the drafts that the next step of `sequence` should verify; None: those of its drafter."""
+        followed = self._followed.get(sequence)
+        if followed is None or not followed.drafts or followed.base != len(sequence.token_ids):
+            return None
+        from_drafter = sequence.expected_tokens - 1.0 if sequence.link is not None and sequence.depth else 0.0
+        return followed.drafts if followed.expected > from_drafter else None
+
+    def observe(self, ended: Round) -> None:
+        """Learns from a round that verified the last drafts of its sequence."""
+        followed = self._followed.get(ended.sequence)
+        if followed is not None and ended.drafts:
+            num_drafts, num_accepted = ended.drafts.main_path_outcome(ended.chosen)
+            followed.acceptance.observe(num_drafts, num_accepted)
+            self._num_drafted += num_drafts
+            self._num_accepted += num_accepted
+
+    def close(self, sequence: SpeculativeSequence) -> None:
+        followed = self._followed.pop(sequence, None)
+        if followed is not None:
+            self._index.end(followed.text)
+
+    def readings(self) -> Iterator[Reading]:
+        """Any thread."""
+        drafted, accepted = "Drafts of the suffix index that were verified.", "Drafts of the suffix index accepted."
+        kept = "Tokens of ended sequences that the suffix index keeps."
+        yield Reading("outrider_suffix_draft_tokens", drafted, self._num_drafted, is_counter=True)
+        yield Reading("outrider_suffix_accepted_tokens", accepted, self._num_accepted, is_counter=True)
+        yield Reading("outrider_suffix_kept_tokens", kept, self._index.num_kept_tokens)
+
+    def _follow(self, sequence: SpeculativeSequence) -> _Followed:
+        text = self._index.begin(sequence.owner + sequence.cache_root, sequence.token_ids)
+        followed = _Followed(text, SequenceAcceptance(self._planner.rates("", 0.0)), Drafts())
+        self._followed[sequence] = followed
+        return followed
+
+    def _propose(self, sequence: SpeculativeSequence, followed: _Followed, match: Match, room: int) -> None:
+        """Proposes as many tokens as are worth their rows."""
+        planner, num_tokens = self._planner, len(sequence.token_ids)
+        most = planner.max_depth if sequence.is_automatic and planner.measures else sequence.depth
+        followed.acceptance.shared = planner.rates(f"suffix {match.run}", sequence.params.temperature)
+        price = planner.row_price() if planner.measures else 0.0
+        survival = list(itertools.takewhile(lambda share: share > price, followed.acceptance.survival()))
+        number = num_useful_drafts(min(most, room, len(survival)), num_tokens, sequence.max_len)
+        followed.drafts = Drafts(following(match, followed.text, number))
+        followed.base, followed.expected = num_tokens, sum(survival[: len(followed.drafts)])
