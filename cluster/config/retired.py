@@ -7,8 +7,8 @@ from typing import Any
 
 _KEYS: Mapping[str, str] = {
     "draft.layers": "the drafter layer-skip no longer exists",
-    "draft.ngram_min": "ngram looks up runs of 1 to 16 tokens",
-    "draft.ngram_max": "ngram looks up runs of 1 to 16 tokens",
+    "draft.ngram_min": "ngram looks up runs of 1 to 8 tokens",
+    "draft.ngram_max": "ngram looks up runs of 1 to 8 tokens",
     "draft.product_tiles": "tiles are those that are fast on an H100",
     "target.product_tiles": "tiles are those that are fast on an H100",
     "draft.reflection": "workers no longer offer gRPC reflection: give grpcurl the folder protos/",

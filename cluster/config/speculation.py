@@ -51,9 +51,9 @@ class SpeculationConfig(Section):
     )
     suffix_bytes: Annotated[int, Field(ge=0)] = Field(
         0,
-        description="bytes in which a target keeps recent tokens, to draft what followed a sequence's last tokens earlier: "
-        "in it, or in another sequence with the same API key and cache salt; a sequence gets these drafts where more "
-        "of them are expected to be accepted than of its drafter's. 0: none",
+        description="bytes in which a target keeps recent tokens, to draft what followed a sequence's last tokens "
+        "earlier: in it, or in another sequence with the same API key and cache salt; a sequence gets these drafts "
+        "where more of them are expected to be accepted than of its drafter's. 0: none",
     )
     output_token_ms: PositiveFloat | None = Field(
         None,

@@ -41,7 +41,7 @@ from cluster.coordination.timeline import AnswerSpan, StepSpan, Timeline
 from cluster.coordination.waiting import Waits
 from cluster.engine.limits import StepLimits
 from cluster.speculation.demand import DraftDemand
-from cluster.speculation.drafts import Drafts
+from cluster.speculation.drafts import NO_DRAFTS, Drafts
 from cluster.telemetry.metrics import Reading
 from cluster.wire.messages import SpeculateReply
 
@@ -150,9 +150,7 @@ class Coordinator:
 
         If not, the step may start before the previous step's tokens are read.
         """
-        return any(s.link is not None and self.planner.verified_depth(s) for s in decoding) or (
-            self._suffixes is not None and any(self._suffixes.drafts_of(s) for s in decoding)
-        )
+        return any((s.link is not None and self.planner.verified_depth(s)) or self._suffix_of(s) for s in decoding)
 
     def reserve(self, decoding: Sequence[SpeculativeSequence]) -> dict[SpeculativeSequence, int]:
         """Reserves rows for the drafts of `decoding` in the planned step, for engines that need the number early.
@@ -164,7 +162,7 @@ class Coordinator:
             sequence.reserved(sequence.depth)
             may_come = sequence.link is not None and sequence.has_answered and not sequence.is_late
             depths[sequence] = self.planner.verified_depth(sequence) if may_come or sequence.num_ready else 0
-            if self._suffixes is not None and (found := self._suffixes.drafts_of(sequence)) is not None:
+            if found := self._suffix_of(sequence):
                 depths[sequence] = max(depths[sequence], len(found))
                 sequence.reserved(depths[sequence])
         planner = self.planner
@@ -228,7 +226,7 @@ class Coordinator:
                 if sequence is planner.probe:
                     planner.probed(has_drafts=bool(self._collected.get(sequence)))
                 num_drafts, shape = planner.wanted(sequence)
-                if suffixes is not None and suffixes.drafts_of(sequence) is not None:
+                if self._suffix_of(sequence):
                     num_drafts, shape = 0, None
                 sequence.advance(num_drafts, shape, now)
         if joining:
@@ -310,23 +308,23 @@ class Coordinator:
     def _drafts(self, sequences: Sequence[SpeculativeSequence]) -> dict[SpeculativeSequence, Drafts]:
         drafts: dict[SpeculativeSequence, Drafts] = {}
         for sequence in sequences:
-            found = drafts[sequence] = self._suffix_of(sequence) or sequence.drafts(
-                self.planner.verified_depth(sequence)
-            )
+            found = NO_DRAFTS if self.planner.is_plain_step else self._suffix_of(sequence).first(sequence.num_rows)
+            if found:
+                self._by_suffix[sequence] = found
+            else:
+                found = sequence.drafts(self.planner.verified_depth(sequence))
+            drafts[sequence] = found
             if not found.token_ids:
                 self.stats.plain_decodes[self._why_plain(sequence)] += 1
         if max(chain.from_iterable([found.token_ids for found in drafts.values()]), default=0) >= self._vocab_size:
             return {sequence: self._valid(found) for sequence, found in drafts.items()}
         return drafts
 
-    def _suffix_of(self, sequence: SpeculativeSequence) -> Drafts | None:
-        if self._suffixes is None or self.planner.is_plain_step:
-            return None
-        found = self._suffixes.drafts_of(sequence)
-        if found is None or not (found := found.first(sequence.num_rows)):
-            return None
-        self._by_suffix[sequence] = found
-        return found
+    def _suffix_of(self, sequence: SpeculativeSequence) -> Drafts:
+        """Returns the suffix index's drafts if the next step of `sequence` should verify them; otherwise none."""
+        if self._suffixes is None or sequence is self.planner.probe:
+            return NO_DRAFTS
+        return self._suffixes.drafts_of(sequence)
 
     def _why_plain(self, sequence: SpeculativeSequence) -> str:
         if sequence.num_speculative_tokens == 0:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from cluster.coordination.depths import DepthPlanner
 from cluster.coordination.sequence import Round, SpeculativeSequence
 from cluster.speculation.acceptance_model import SequenceAcceptance
-from cluster.speculation.drafts import Drafts, num_useful_drafts
+from cluster.speculation.drafts import NO_DRAFTS, Drafts, num_useful_drafts
 from cluster.speculation.suffix_index import Match, SuffixIndex, Text, following
 from cluster.telemetry.metrics import Reading
 
@@ -58,21 +58,21 @@ class SuffixDrafts:
         """Looks up drafts that follow the tokens of `sequences`, which have just been committed."""
         asking = [one for one in sequences if one in self._followed and one.num_speculative_tokens != 0]
         matches = self._index.find([self._followed[one].text for one in asking])
-        room = self._planner.steps.room_for_drafts(len(sequences))
+        room = self._planner.steps.room_for_drafts(len(sequences)) - sum([sequence.depth for sequence in sequences])
         for sequence, match in zip(asking, matches, strict=True):
             followed = self._followed[sequence]
-            followed.drafts, followed.expected = Drafts(), 0.0
-            if match is not None and room > 0:
-                self._propose(sequence, followed, match, room)
-                room -= len(followed.drafts)
+            followed.drafts, followed.expected = NO_DRAFTS, 0.0
+            if match is not None:
+                self._propose(sequence, followed, match, max(0, room) + sequence.depth)
+                room -= max(0, len(followed.drafts) - sequence.depth)
 
-    def drafts_of(self, sequence: SpeculativeSequence) -> Drafts | None:
-        """Returns the drafts that the next step of `sequence` should verify; None: those of its drafter."""
+    def drafts_of(self, sequence: SpeculativeSequence) -> Drafts:
+        """Returns the drafts that the next step of `sequence` should verify; none if its drafter's are better."""
         followed = self._followed.get(sequence)
         if followed is None or not followed.drafts or followed.base != len(sequence.token_ids):
-            return None
+            return NO_DRAFTS
         from_drafter = sequence.expected_tokens - 1.0 if sequence.link is not None and sequence.depth else 0.0
-        return followed.drafts if followed.expected > from_drafter else None
+        return followed.drafts if followed.expected > from_drafter else NO_DRAFTS
 
     def observe(self, ended: Round) -> None:
         """Learns from a round that verified the last drafts of its sequence."""
@@ -98,14 +98,15 @@ class SuffixDrafts:
 
     def _follow(self, sequence: SpeculativeSequence) -> _Followed:
         text = self._index.begin(sequence.owner + sequence.cache_root, sequence.token_ids)
-        followed = _Followed(text, SequenceAcceptance(self._planner.rates("", 0.0)), Drafts())
+        followed = _Followed(text, SequenceAcceptance(self._planner.rates("", 0.0)), NO_DRAFTS)
         self._followed[sequence] = followed
         return followed
 
     def _propose(self, sequence: SpeculativeSequence, followed: _Followed, match: Match, room: int) -> None:
         """Proposes as many tokens as are worth their rows."""
         planner, num_tokens = self._planner, len(sequence.token_ids)
-        most = planner.max_depth if sequence.is_automatic and planner.measures else sequence.depth
+        may_exceed_plan = sequence.is_automatic and planner.measures and planner.spare_seconds > 0.0
+        most = planner.max_depth if may_exceed_plan else sequence.depth
         followed.acceptance.shared = planner.rates(f"suffix {match.run}", sequence.params.temperature)
         price = planner.row_price() if planner.measures else 0.0
         survival = list(itertools.takewhile(lambda share: share > price, followed.acceptance.survival()))

@@ -7,6 +7,7 @@ import pytest
 
 from bench.workload import held_out_prompts, read_counters
 from services.launch.local import LocalCluster
+from tests.soak import length
 from tests.waiting import WAIT_S
 
 NUM_CONVERSATIONS = 8
@@ -15,7 +16,7 @@ OPENING_TOKENS = 64
 TURN_TOKENS = 32
 
 
-@pytest.mark.parametrize("way", ["prompt_cache_key", "x-session-id"])
+@pytest.mark.parametrize("way", length(["prompt_cache_key"], ["prompt_cache_key", "x-session-id"]))
 def test_later_turns_find_their_prefix(two_of_each: LocalCluster, way: str) -> None:
     generated_before = [_generated(target.metrics_url) for target in two_of_each.targets]
     with httpx.Client(base_url=two_of_each.url, timeout=WAIT_S) as client:

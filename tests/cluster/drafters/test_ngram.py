@@ -33,7 +33,7 @@ def admitted(drafter: NgramDrafter, token_ids: list[int], window: int = 4) -> Dr
     [
         ([1, 2, 3, 4, 5, 9, 1, 2], [3, 4, 5, 9]),
         ([1, 2, 3, 1, 2, 4, 7, 1, 2], [4, 7, 1, 2]),  # the latest of equals
-        ([8, 1, 2, 3, 9, 1, 2, 4, 8, 1, 2], [3, 9, 1, 2]),  # the longest before the latest
+        ([7, 8, 1, 2, 3, 9, 1, 2, 4, 7, 8, 1, 2], [3, 9, 1, 2]),  # the longest before the latest
         ([5, 6, 5, 6], [5, 6, 5, 6]),  # a match that reaches the end goes round
         ([7, 7], [7, 7, 7, 7]),
     ],

@@ -21,7 +21,7 @@ COSTS = (
     "speculation.max_run_ahead=0",
 )
 STREAMS, SECONDS, ANSWERS = 64, 90.0, Lengths(96, 160)
-CASES = [(0.8, Lengths(300, 400)), (0.85, Lengths(80, 160)), *length([], [(0.85, Lengths(150, 250))])]
+CASES = [(0.8, Lengths(300, 400)), *length([], [(0.85, Lengths(80, 160)), (0.85, Lengths(150, 250))])]
 
 
 def tokens_per_second(prompts: Lengths, *settings: str) -> float:

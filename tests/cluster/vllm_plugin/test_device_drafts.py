@@ -9,7 +9,7 @@ import pytest
 from bench.workload import held_out_prompts
 from cluster.model_folder import resolve_model_folder
 from cluster.speculation.tuning import TRIAL_DEPTHS
-from tests.soak import length
+from tests.soak import only_in_soak
 
 from .scheduled_engine import run_program
 from .test_bound_steps import ENGINE, NUM_CASES
@@ -21,14 +21,15 @@ METHODS = {
 }
 # Both methods share the code that chooses depths. Only a draft model has recorded steps, which are padded.
 WAYS = {
-    "draft model": ("without drafts", "of one depth", *length((), ("tried", "aborted")), "chosen", "padded"),
+    "draft model": ("without drafts", "of one depth", "tried", "chosen", "aborted", "padded"),
     "eagle": ("without drafts", "of one depth", "of several depths", "tried", "aborted", "chosen"),
 }
 MAX_DRAFTS = 4
+pytestmark = only_in_soak  # the interpreter takes minutes
 
 
 # `cluster/vllm/test_eagle.py` has EAGLE on the processor.
-@pytest.fixture(scope="module", params=length(("draft model",), tuple(METHODS)))
+@pytest.fixture(scope="module", params=tuple(METHODS))
 def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Output of the program for each way to ask for drafts."""
     lengths = (1, 31, 33, 60)

@@ -16,7 +16,7 @@ import pytest
 from bench.workload import read_counters
 from cluster.model_folder import resolve_model_folder
 from services.launch.local import free_ports
-from tests.soak import length
+from tests.soak import length, only_in_soak
 from tests.waiting import eventually, wait_until
 
 from .environment import ROOT, environment
@@ -159,7 +159,7 @@ def test_drafts_are_accepted_and_let_go(server: Server, draft: Draft, answers: l
 
 
 def test_same_answers_when_the_draft_is_killed_midway(server: Server, draft: Draft) -> None:
-    num_tokens = length(48, 200)
+    num_tokens = length(32, 200)
     expected = server.answers(max_tokens=num_tokens)  # long: some have to be under way when the draft is killed
     with ThreadPoolExecutor(1) as thread:
         while True:  # on a busy machine the link may be down for all of the answers
@@ -182,6 +182,7 @@ def test_same_answers_without_the_pool(server: Server, draft: Draft, answers: li
     assert server.counters()["vllm:spec_decode_num_drafts_total"] == rounds
 
 
+@only_in_soak
 def test_speculates_again_when_the_draft_is_back(server: Server, draft: Draft, answers: list[list[str]]) -> None:
     draft.start()
     assert eventually(lambda: server.counters()["outrider_draft_links_up"] == 1)
@@ -190,6 +191,7 @@ def test_speculates_again_when_the_draft_is_back(server: Server, draft: Draft, a
     assert server.num_drafted() > drafted
 
 
+@only_in_soak
 def test_a_request_chooses_its_k(server: Server) -> None:
     drafted = server.num_drafted()
     plain = server.answer(PROMPTS[0], extra_body={"vllm_xargs": {"num_speculative_tokens": 0}})
@@ -201,6 +203,7 @@ def test_a_request_chooses_its_k(server: Server) -> None:
             server.answer(PROMPTS[0], extra_body={"vllm_xargs": {"num_speculative_tokens": k}})
 
 
+@only_in_soak
 def test_choices_and_requests_without_a_seed_differ(server: Server) -> None:
     first, second, third = server.answer(PROMPTS[1], n=3, temperature=1.0)
     assert first != second != third != first
@@ -210,6 +213,7 @@ def test_choices_and_requests_without_a_seed_differ(server: Server) -> None:
     assert len(texts | {first}) == 3
 
 
+@only_in_soak
 def test_client_that_leaves_is_forgotten_by_the_draft(server: Server, draft: Draft) -> None:
     stream = server.client.completions.create(
         model=MODEL, prompt=PROMPTS[0], max_tokens=200, temperature=1.0, stream=True, extra_body={"ignore_eos": True}

@@ -17,7 +17,7 @@ from cluster.engine.runner import ModelRunner
 from services import cli
 from services.launch.local import free_ports
 from tests.lora import BASE, merge, write_adapter
-from tests.soak import length
+from tests.soak import length, only_in_soak
 from tests.system.client import Case, complete_all
 from tests.system.near_ties import NearTieJudge
 from tests.system.shaped_cases import Body, answer, assert_alike, one_of_each_constraint, shaped_bodies
@@ -28,6 +28,7 @@ from tests.waiting import eventually
 
 MODELS = (BASE, "first/lora", "second")
 MAX_NEAR_TIES = 1
+pytestmark = only_in_soak  # two more targets of vLLM; tests/cluster/vllm/target has the parts
 LONG: Body = {"prompt": "class Reader:\n", "ignore_eos": True, "temperature": 0}
 FEW, MANY = length((20, 200), (60, 600))  # tokens; one takes some 45 ms
 

@@ -33,7 +33,7 @@ def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     dot_in_order(monkeypatch)
 
 
-@pytest.fixture(params=length(FAMILIES[1:], FAMILIES), ids=str)
+@pytest.fixture(params=length(FAMILIES[2:], FAMILIES), ids=str)
 def folder(request: pytest.FixtureRequest, tiny_folder: Callable[..., Path]) -> Path:
     return tiny_folder(num_hidden_layers=NUM_LAYERS, **request.param)
 
@@ -62,6 +62,7 @@ def test_it_passes_the_check(tiny_folder: Callable[..., Path]) -> None:
     assert runner.blocks.num_used_blocks == 0
 
 
+@only_in_soak
 @pytest.mark.usefixtures("fewer_steps")
 def test_recorded_steps_pass_the_check(tiny_folder: Callable[..., Path]) -> None:
     runner = new_runner(tiny_folder(num_hidden_layers=NUM_LAYERS))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Sequence
@@ -15,14 +16,16 @@ from cluster.engine.gpu_kernels import paged_attention
 from cluster.engine.gpu_kernels.paged_attention import PagedAttention
 from tests.interpreter import spare_bookkeeping
 from tests.interpreter_dot import dot_in_order
-from tests.soak import IS_SOAK, length
+from tests.soak import IS_SOAK, length, only_in_soak
 
 CPU = torch.device("cpu")
 ALL = 2**31 - 1  # a span that no context exceeds
 ERRORS = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 SHAPES = ((4, 4, 16), (6, 2, 24), (16, 2, 128))  # heads, those of keys and values, the size of one
 RAGGED = [
-    (dtype, *shape) for dtype in ERRORS for shape in SHAPES if IS_SOAK or dtype == torch.float32 or shape == (6, 2, 24)
+    (dtype, *shape)
+    for dtype, shape in itertools.product(ERRORS, SHAPES)
+    if IS_SOAK or (dtype == torch.float32) != (shape == (6, 2, 24))
 ]
 
 
@@ -130,7 +133,7 @@ def test_contexts_end_at_the_borders_of_blocks_and_steps(block_size: int) -> Non
     assert_right(cache, [cache.segment(1, end - 1) for end in (1, 2, 31, 32, 33, 64, 65, 127, 128, 129)], 4)
 
 
-@pytest.mark.parametrize("span", length((33, 300), (1, 5, 33, 64, 70, 300)))
+@pytest.mark.parametrize("span", length((33,), (1, 5, 33, 64, 70, 300)))
 @pytest.mark.usefixtures("short_splits")
 def test_windows(span: int) -> None:
     for may_split in (False, True):
@@ -162,6 +165,7 @@ def test_a_tree_that_grows() -> None:
     assert_right(cache, [Segment([1, 1, 1], 40, table, 3, parents, [3, 5, 6]), cache.segment(1, 9)], 4)
 
 
+@only_in_soak
 def test_one_long_context_beside_short_ones() -> None:
     cache = Cache(16, 2100, 1, 16)
     segments = [cache.segment(1, 5), cache.segment(2, 32_700), cache.segment(1, 70)]

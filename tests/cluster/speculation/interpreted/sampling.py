@@ -18,7 +18,7 @@ from cluster.speculation.token_counts import TokenCounts
 from cluster.speculation.triton_sampler import best_tokens
 from tests.cluster.speculation.logits import random_logits
 from tests.interpreter import spare_bookkeeping
-from tests.soak import length
+from tests.soak import length, only_in_soak
 
 CPU = torch.device("cpu")
 SAMPLER = Sampler(CPU)
@@ -105,6 +105,7 @@ def test_vocabularies_of_any_size(vocab_size: int) -> None:
     assert_same(random_logits(1, 12, vocab_size), requests)
 
 
+@only_in_soak
 @pytest.mark.parametrize(
     ("chunk", "vocab_size", "num_requests"),
     length([(32_768, 128_256, 2)], [(4096, 4096, 20), (32_768, 128_256, 3)]),
