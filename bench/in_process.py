@@ -30,6 +30,7 @@ from cluster.targets.step_loop import StepLoop
 from cluster.tokenization import Tokenizer
 from protos.speculation.v1 import draft_pb2_grpc, types_pb2
 from services.draft.servicer import DraftServicer
+from services.draft.versions import Version
 from services.launch.child import Child, end_all
 from services.launch.delay_proxy import DelayProxy
 from services.launch.local import free_ports
@@ -199,7 +200,7 @@ class SimulatedCluster:
     async def _serve_draft(self, index: int, port: int = 0) -> tuple[grpc.aio.Server, int]:
         server = grpc.aio.server(options=SERVER_OPTIONS)
         model = types_pb2.ModelDescription(name="simulated", tokenizer_fingerprint=self._fingerprint)
-        servicer = DraftServicer(self.workers[index], self.drafters[index], model)
+        servicer = DraftServicer(Version(Config(), self.drafters[index], self.workers[index], model))
         draft_pb2_grpc.add_DraftServicer_to_server(servicer, server)
         port = server.add_insecure_port(f"127.0.0.1:{port}")
         await server.start()

@@ -20,7 +20,7 @@ from cluster.config.file import load_config
 from cluster.config.types import LogFormat, LogLevel
 from cluster.errors import AddressInUseError, ConfigurationError, OutriderError, UnavailableError
 from cluster.telemetry.logs import log_name, setup_logging
-from services import adapters, check_config, health, speculation_switch
+from services import adapters, check_config, drafts, health, speculation_switch
 from services.argument_types import name_and_value
 from services.chat import cli as chat
 from services.distill import cli as distill
@@ -157,6 +157,7 @@ COMMANDS = (
         speculation_switch.run,
     ),
     Command("adapter", "load, unload or list LoRA adapters at run time", adapters.add_arguments, adapters.run),
+    Command("drafts", "load, take back or list versions of the draft at run time", drafts.add_arguments, drafts.run),
     Command(
         "doctor", "examine a running cluster: the gain of drafts, and its limits", doctor.add_arguments, doctor.run
     ),

@@ -39,6 +39,7 @@ _SECONDS = {
     "tests/system/test_exactness.py": 60.0,
     "tests/system/test_prove.py": 60.0,
     "tests/system/test_tracing.py": 60.0,
+    "tests/system/test_draft_versions.py": 60.0,
     "tests/system/test_wheel.py": 50.0,
     "tests/system/test_usability.py": 50.0,
 }

@@ -233,6 +233,11 @@ class DraftConfig(WorkerConfig):
         "checkpoint (MiMo-7B); vllm: `draft.model`, run by vLLM; engine: no draft worker, the target's engine drafts "
         "by itself, see `speculative_config`; simulated: for a simulated target",
     )
+    load_root: FilePath | None = Field(
+        None,
+        description="folder on a draft worker's disk that must contain all drafts loaded at run time (`outrider drafts "
+        "load`); null: none can be loaded",
+    )
     context_tokens: PositiveInt | Literal["auto"] | None = Field(
         "auto",
         description="tokens at the end of a prompt that the draft model reads, after the first four; null: all tokens; "

@@ -27,7 +27,7 @@ class _Followed:
     text: Text
     acceptance: SequenceAcceptance  # shared with all drafts after runs of the same length
     drafts: Drafts
-    base: int = 0  # tokens that `drafts` follow
+    num_followed: int = 0  # tokens that `drafts` follow
     expected: float = 0.0  # accepted drafts
 
 
@@ -69,7 +69,7 @@ class SuffixDrafts:
     def drafts_of(self, sequence: SpeculativeSequence) -> Drafts:
         """Returns the drafts that the next step of `sequence` should verify; none if its drafter's are better."""
         followed = self._followed.get(sequence)
-        if followed is None or not followed.drafts or followed.base != len(sequence.token_ids):
+        if followed is None or not followed.drafts or followed.num_followed != len(sequence.token_ids):
             return NO_DRAFTS
         from_drafter = sequence.expected_tokens - 1.0 if sequence.link is not None and sequence.depth else 0.0
         return followed.drafts if followed.expected > from_drafter else NO_DRAFTS
@@ -112,4 +112,4 @@ class SuffixDrafts:
         survival = list(itertools.takewhile(lambda share: share > price, followed.acceptance.survival()))
         number = num_useful_drafts(min(most, room, len(survival)), num_tokens, sequence.max_len)
         followed.drafts = Drafts(following(match, followed.text, number))
-        followed.base, followed.expected = num_tokens, sum(survival[: len(followed.drafts)])
+        followed.num_followed, followed.expected = num_tokens, sum(survival[: len(followed.drafts)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-WIRE_VERSION = 10
+WIRE_VERSION = 11
 """Incremented when `protos/` gains something. It only grows; no field changes its number, name, type or meaning, and
 an absent field has the meaning from before it existed. So programs of different versions work together, and
 no decision depends on this number: it shows people which programs are behind, at the router's `/health`.
@@ -19,4 +19,5 @@ of a cache; descriptions report the adapters, and targets load and unload them.
 8: a draft worker sends early drafts in parts, if a sequence's opening allows it.
 9: a request names its owner.
 10: a request has a limit of the time per output token.
+11: a draft worker loads another version of its draft.
 """

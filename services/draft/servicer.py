@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable
+import logging
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from typing import TYPE_CHECKING
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from cluster.drafters.base import Drafter
+from cluster.config import Config
 from cluster.drafting.worker import DraftWorker
+from cluster.telemetry.metrics import Reading
 from cluster.wire.codec import decode_request, encode_reply
 from cluster.wire.messages import SpeculateReply
 from cluster.wire.outbox import Outbox
 from cluster.wire.version import WIRE_VERSION
 from protos.speculation.v1 import draft_pb2, draft_pb2_grpc, types_pb2
-from services.worker import describe_machine, new_epoch
+from services.draft.versions import Version, make_checked, make_next
+from services.worker import describe_machine, errors_as_status, new_epoch
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     _Context = grpc.aio.ServicerContext[draft_pb2.SpeculateRequest, draft_pb2.SpeculateReply]
     _DescribeContext = grpc.aio.ServicerContext[types_pb2.DescribeRequest, Awaitable[draft_pb2.DraftDescription]]
+    _LoadContext = grpc.aio.ServicerContext[draft_pb2.LoadDraftRequest, Awaitable[draft_pb2.DraftDescription]]
 
 
 _MAX_WAITING_BYTES = 2**20  # unread requests of a link; the last one may exceed it
@@ -31,26 +37,24 @@ _LAST_WRITE_SECONDS = 5.0
 
 
 class DraftServicer(draft_pb2_grpc.DraftServicer):
-    def __init__(
-        self,
-        worker: DraftWorker,
-        drafter: Drafter,
-        model: types_pb2.ModelDescription,
-        advertised_address: str = "",
-        metrics_url: str = "",
-    ) -> None:
-        self._worker = worker
-        self._drafter = drafter
-        self._model = model
+    def __init__(self, version: Version, advertised_address: str = "") -> None:
+        self.version = version
+        self.metrics_url = ""
         self._advertised_address = advertised_address
-        self._metrics_url = metrics_url
+        self._earlier: Config | None = None  # of the version before the one that was loaded; None after a rollback
+        self._changing = asyncio.Lock()
+        self._replaced = asyncio.Event()  # ends the streams of the version
         self._epoch = new_epoch()
         self._is_draining = False
+
+    def readings(self) -> Iterator[Reading]:
+        """Any thread."""
+        return self.version.readings()
 
     @property
     def error(self) -> BaseException | None:
         """The error that ended the draft worker's loop, if any."""
-        return self._worker.error
+        return self.version.worker.error
 
     @property
     def is_stuck(self) -> bool:
@@ -65,15 +69,18 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         self, request_iterator: AsyncIterator[draft_pb2.SpeculateRequest], context: _Context
     ) -> None:
         outbox: Outbox[SpeculateReply] = Outbox()
-        link = self._worker.attach(outbox.put)
+        worker = self.version.worker
+        link = worker.attach(outbox.put)
         writing = asyncio.Lock()
-        reader = asyncio.create_task(self._read(request_iterator, link))
+        replaced = asyncio.create_task(self._replaced.wait())
+        reader = asyncio.create_task(_read(worker, request_iterator, link))
         writer = asyncio.create_task(_write(outbox, context, writing))
         try:
-            await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((reader, writer, replaced), return_when=asyncio.FIRST_COMPLETED)
         finally:
             reader.cancel()  # before the link is detached: a later request would open sequences that nobody closes
-            self._worker.detach(link)
+            replaced.cancel()
+            worker.detach(link)
             outbox.close()
             # Sending a status during a write is an error in gRPC. Peers that do not read are not waited for.
             with contextlib.suppress(TimeoutError):
@@ -85,35 +92,59 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         if not reader.cancelled() and (fault := reader.result()):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, fault)
 
-    async def _read(self, messages: AsyncIterator[draft_pb2.SpeculateRequest], link: int) -> str:
-        """Passes the requests of `link` on until they end. Returns why one is unusable; "": all were usable."""
-        try:
-            async for message in messages:
-                self._worker.receive(link, decode_request(message), message.ByteSize() + _REQUEST_BYTES)
-                # gRPC's flow control holds a flood back in the peer.
-                while self._worker.num_waiting_bytes(link) > _MAX_WAITING_BYTES:  # noqa: ASYNC110  # its thread has no event
-                    await asyncio.sleep(_WAIT_SECONDS)
-        except (ValueError, DecodeError) as error:
-            return str(error)
-        return ""
-
     async def Describe(
         self, request: types_pb2.DescribeRequest, context: _DescribeContext
     ) -> draft_pb2.DraftDescription:
+        return self._description()
+
+    async def LoadDraft(self, request: draft_pb2.LoadDraftRequest, context: _LoadContext) -> draft_pb2.DraftDescription:
+        """Serves another version. Links reconnect, and open their sequences again with all their tokens."""
+        async with errors_as_status(context), self._changing:
+            before = self.version
+            if request.is_rollback:
+                earlier = self._earlier
+                after = before if earlier is None else await asyncio.to_thread(make_checked, before, earlier)
+            else:
+                after = await asyncio.to_thread(make_next, before, request.folder)
+            if after is not before:
+                self.version = after
+                after.worker.start()
+                self._replaced.set()
+                self._replaced = asyncio.Event()
+                self._earlier = None if request.is_rollback else before.config
+                await asyncio.to_thread(before.worker.stop)
+                logger.info("serving %s in place of %s", after.description.name, before.description.name)
+            return self._description()
+
+    def _description(self) -> draft_pb2.DraftDescription:
+        drafter = self.version.drafter
         return draft_pb2.DraftDescription(
-            model=self._model,
+            model=self.version.description,
             load=types_pb2.Load(
-                num_running=self._worker.num_sequences,
-                num_used_blocks=self._drafter.num_used_blocks,
-                num_blocks=self._drafter.num_blocks,
+                num_running=self.version.worker.num_sequences,
+                num_used_blocks=drafter.num_used_blocks,
+                num_blocks=drafter.num_blocks,
             ),
             epoch=self._epoch,
             is_draining=self._is_draining,
             advertised_address=self._advertised_address,
             wire_version=WIRE_VERSION,
-            machine=describe_machine(self._metrics_url),
-            is_one_pass=self._drafter.is_one_pass,
+            machine=describe_machine(self.metrics_url),
+            is_one_pass=drafter.is_one_pass,
         )
+
+
+async def _read(worker: DraftWorker, messages: AsyncIterator[draft_pb2.SpeculateRequest], link: int) -> str:
+    """Passes the requests of `link` on until they end. Returns why one is unusable; "": all were usable."""
+    try:
+        async for message in messages:
+            worker.receive(link, decode_request(message), message.ByteSize() + _REQUEST_BYTES)
+            # gRPC's flow control holds a flood back in the peer.
+            while worker.num_waiting_bytes(link) > _MAX_WAITING_BYTES:  # noqa: ASYNC110  # its thread has no event
+                await asyncio.sleep(_WAIT_SECONDS)
+    except (ValueError, DecodeError) as error:
+        return str(error)
+    return ""
 
 
 async def _write(outbox: Outbox[SpeculateReply], context: _Context, writing: asyncio.Lock) -> None:

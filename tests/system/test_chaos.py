@@ -1,4 +1,4 @@
-"""Two targets on three drafts, trees and branches, drafts killed, frozen and slowed at random: the same tokens."""
+"""The same tokens of two targets on three drafts, with trees, branches and earlier text, and drafts in trouble."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ SETTINGS = (
     "draft.replicas=3",
     "speculation.tree_width=3",
     "speculation.max_run_ahead=20",
+    "speculation.suffix_bytes=1000000",
 )
 
 

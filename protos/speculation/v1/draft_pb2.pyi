@@ -20,6 +20,30 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class LoadDraftRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FOLDER_FIELD_NUMBER: _builtins.int
+    IS_ROLLBACK_FIELD_NUMBER: _builtins.int
+    folder: _builtins.str
+    """below the worker's draft.load_root"""
+    is_rollback: _builtins.bool
+    """back to the version before the last change, in place of a folder"""
+    def __init__(
+        self,
+        *,
+        folder: _builtins.str = ...,
+        is_rollback: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder", "is_rollback", b"is_rollback"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadDraftRequest: _TypeAlias = LoadDraftRequest  # noqa: Y015
+
+@_typing.final
 class DraftDescription(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

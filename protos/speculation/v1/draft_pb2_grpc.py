@@ -45,6 +45,11 @@ class DraftStub:
                 request_serializer=protos_dot_speculation_dot_v1_dot_types__pb2.DescribeRequest.SerializeToString,
                 response_deserializer=protos_dot_speculation_dot_v1_dot_draft__pb2.DraftDescription.FromString,
                 _registered_method=True)
+        self.LoadDraft = channel.unary_unary(
+                '/speculation.v1.Draft/LoadDraft',
+                request_serializer=protos_dot_speculation_dot_v1_dot_draft__pb2.LoadDraftRequest.SerializeToString,
+                response_deserializer=protos_dot_speculation_dot_v1_dot_draft__pb2.DraftDescription.FromString,
+                _registered_method=True)
 
 
 class DraftServicer:
@@ -64,6 +69,13 @@ class DraftServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadDraft(self, request, context):
+        """Replaces the draft model. Fails, and keeps the old one, if the new one cannot be served.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DraftServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -75,6 +87,11 @@ def add_DraftServicer_to_server(servicer, server):
             'Describe': grpc.unary_unary_rpc_method_handler(
                     servicer.Describe,
                     request_deserializer=protos_dot_speculation_dot_v1_dot_types__pb2.DescribeRequest.FromString,
+                    response_serializer=protos_dot_speculation_dot_v1_dot_draft__pb2.DraftDescription.SerializeToString,
+            ),
+            'LoadDraft': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadDraft,
+                    request_deserializer=protos_dot_speculation_dot_v1_dot_draft__pb2.LoadDraftRequest.FromString,
                     response_serializer=protos_dot_speculation_dot_v1_dot_draft__pb2.DraftDescription.SerializeToString,
             ),
     }
@@ -131,6 +148,33 @@ class Draft:
             target,
             '/speculation.v1.Draft/Describe',
             protos_dot_speculation_dot_v1_dot_types__pb2.DescribeRequest.SerializeToString,
+            protos_dot_speculation_dot_v1_dot_draft__pb2.DraftDescription.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadDraft(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/speculation.v1.Draft/LoadDraft',
+            protos_dot_speculation_dot_v1_dot_draft__pb2.LoadDraftRequest.SerializeToString,
             protos_dot_speculation_dot_v1_dot_draft__pb2.DraftDescription.FromString,
             options,
             channel_credentials,

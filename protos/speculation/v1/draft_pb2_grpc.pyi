@@ -20,6 +20,8 @@ class DraftStub:
     as its stream: when the stream ends, the worker forgets all sequences that were opened on it.
     """
     Describe: _aio.UnaryUnaryMultiCallable[_types_pb2.DescribeRequest, _draft_pb2.DraftDescription]
+    LoadDraft: _aio.UnaryUnaryMultiCallable[_draft_pb2.LoadDraftRequest, _draft_pb2.DraftDescription]
+    """Replaces the draft model. Fails, and keeps the old one, if the new one cannot be served."""
 
 class DraftServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -38,5 +40,13 @@ class DraftServicer(metaclass=_abc_1.ABCMeta):
         request: _types_pb2.DescribeRequest,
         context: _aio.ServicerContext[_types_pb2.DescribeRequest, _abc.Awaitable[_draft_pb2.DraftDescription]],
     ) -> _abc.Awaitable[_draft_pb2.DraftDescription]: ...
+
+    @_abc_1.abstractmethod
+    def LoadDraft(
+        self,
+        request: _draft_pb2.LoadDraftRequest,
+        context: _aio.ServicerContext[_draft_pb2.LoadDraftRequest, _abc.Awaitable[_draft_pb2.DraftDescription]],
+    ) -> _abc.Awaitable[_draft_pb2.DraftDescription]:
+        """Replaces the draft model. Fails, and keeps the old one, if the new one cannot be served."""
 
 def add_DraftServicer_to_server(servicer: DraftServicer, server: _aio.Server) -> None: ...

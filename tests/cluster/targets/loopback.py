@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 
+from cluster.config import Config
 from cluster.config.speculation import SpeculationConfig
 from cluster.coordination.base import LinkPool
 from cluster.coordination.pool import DraftPool
@@ -19,6 +20,7 @@ from cluster.targets.rejection import RejectionSampler
 from cluster.targets.torch import TorchTarget
 from protos.speculation.v1 import draft_pb2_grpc, types_pb2
 from services.draft.servicer import DraftServicer
+from services.draft.versions import Version
 from tests.background_loop import BackgroundLoop
 from tests.endpoints import Endpoints
 from tests.waiting import wait_until
@@ -55,7 +57,7 @@ class LoopbackDraft:
     async def _serve(self) -> None:
         description = types_pb2.ModelDescription(name="tiny", tokenizer_fingerprint=self._fingerprint)
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-        servicer = DraftServicer(self.worker, self.drafter, description)
+        servicer = DraftServicer(Version(Config(), self.drafter, self.worker, description))
         draft_pb2_grpc.add_DraftServicer_to_server(servicer, self._server)
         self.address = f"127.0.0.1:{self._server.add_insecure_port(self.address)}"
         await self._server.start()

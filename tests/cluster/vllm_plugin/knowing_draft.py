@@ -8,12 +8,14 @@ from typing import Any, Literal
 
 import grpc
 
+from cluster.config import Config
 from cluster.drafters.ngram import NgramDrafter
 from cluster.drafting.entries import Deliver
 from cluster.engine.limits import StepLimits
 from cluster.wire.messages import Proposal, SpeculateReply, SpeculateRequest
 from protos.speculation.v1 import draft_pb2_grpc, types_pb2
 from services.draft.servicer import DraftServicer
+from services.draft.versions import Version
 from tests.background_loop import BackgroundLoop
 
 Quality = Literal["random", "good"]
@@ -89,7 +91,7 @@ class KnowingDraft:
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0), *patience])
         worker: Any = self.worker
         draft_pb2_grpc.add_DraftServicer_to_server(
-            DraftServicer(worker, self._drafter, self._description), self._server
+            DraftServicer(Version(Config(), self._drafter, worker, self._description)), self._server
         )
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         await self._server.start()

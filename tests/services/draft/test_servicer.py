@@ -10,11 +10,13 @@ from typing import Any
 import grpc
 import pytest
 
+from cluster.config import Config
 from cluster.drafting.worker import DraftWorker
 from cluster.wire.codec import decode_reply, encode_request
 from cluster.wire.messages import Advance, SpeculateReply, SpeculateRequest
 from protos.speculation.v1 import draft_pb2, draft_pb2_grpc, types_pb2
 from services.draft.servicer import DraftServicer
+from services.draft.versions import Version
 from tests.background_loop import BackgroundLoop
 from tests.cluster.drafting.scripted import K, ScriptedDrafter, drafts, opening, proposal
 from tests.waiting import wait_until
@@ -37,7 +39,7 @@ class Served:
 
     async def _start(self) -> None:
         self._server = grpc.aio.server()
-        servicer = DraftServicer(self.worker, self.drafter, MODEL)
+        servicer = DraftServicer(Version(Config(), self.drafter, self.worker, MODEL))
         draft_pb2_grpc.add_DraftServicer_to_server(servicer, self._server)
         address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         await self._server.start()

@@ -30,7 +30,7 @@ SHORT_OF_BLOCKS = {
 BFLOAT16 = "bfloat16 and a vLLM draft"
 VLLM_DRAFT = {"draft.drafter": "vllm", "draft.engine_args": "{enforce_eager: true}"}
 CONFIGURATIONS: dict[str, Mapping[str, object]] = {
-    "few blocks and a vLLM draft far away": {**SHORT_OF_BLOCKS, **VLLM_DRAFT},
+    "few blocks and a vLLM draft far away": {**SHORT_OF_BLOCKS, **VLLM_DRAFT, "speculation.suffix_bytes": 10**6},
     **length(
         {},
         {

@@ -1,0 +1,107 @@
+"""The draft model that a worker serves, and the next version of it, which is loaded while the old one drafts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import safe_open
+
+from cluster.config import Config
+from cluster.drafters.base import Drafter
+from cluster.drafters.pairing import draft_vocabulary, spoken_fingerprint
+from cluster.drafting.worker import DraftWorker
+from cluster.errors import ConfigurationError
+from cluster.factories.drafters import draft_fingerprint, make_drafter
+from cluster.model_folder import resolve_model_folder
+from cluster.telemetry.metrics import Reading
+from protos.speculation.v1 import types_pb2
+from services.worker import loading, loading_progress, log_kv_cache
+
+_LOADED = ("model", "parallel")  # drafters whose model is `draft.model` alone
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """A draft model with its loop, which the caller starts and stops."""
+
+    config: Config
+    drafter: Drafter
+    worker: DraftWorker
+    description: types_pb2.ModelDescription
+
+    def readings(self) -> Iterator[Reading]:
+        """Any thread."""
+        yield from self.worker.readings()
+        yield from self.drafter.readings()
+
+
+def make_version(config: Config) -> Version:
+    """Loads the draft model that `config` names. Raises ConfigurationError."""
+    with loading(config.draft_model):
+        vocabulary = draft_vocabulary(config) if config.names_target else None
+        drafter = make_drafter(config, loading_progress(config.draft_model), vocabulary)
+    if drafter.num_blocks:
+        window = config.speculation.window(config.speculation.num_speculative_tokens)
+        log_kv_cache(drafter.num_blocks, drafter.block_size, config.draft.max_num_seqs, window)
+    description = types_pb2.ModelDescription(
+        name="simulated" if config.draft.drafter == "simulated" else config.draft_model,
+        tokenizer_fingerprint=spoken_fingerprint(config, vocabulary),
+        vocab_size=drafter.vocab_size,
+        max_model_len=drafter.max_model_len,
+        dtype=drafter.dtype,
+        fingerprint=draft_fingerprint(config),
+    )
+    worker = DraftWorker(
+        drafter,
+        config.speculation.num_run_ahead_branches,
+        tunes_temperature=config.speculation.tunes_draft_temperature,
+    )
+    return Version(config, drafter, worker, description)
+
+
+def make_next(served: Version, folder: str) -> Version:
+    """Loads the draft model in `folder`, below `draft.load_root`; returns `served` if it is that one.
+
+    Raises ConfigurationError if it cannot be served.
+    """
+    draft = served.config.draft
+    if draft.load_root is None:
+        raise ConfigurationError("no draft can be loaded at run time: set draft.load_root to the folder of all drafts")
+    if draft.drafter not in _LOADED:
+        raise ConfigurationError(
+            f"draft.drafter {draft.drafter} has no versions to load: only {' and '.join(_LOADED)} have"
+        )
+    root = Path(draft.load_root).resolve()
+    path = (root / folder).resolve()
+    if not path.is_relative_to(root) or not path.is_dir():
+        raise ConfigurationError(f"{folder!r} is not a folder below draft.load_root {draft.load_root}")
+    if str(path) == draft.model:
+        return served
+    _check_finite(path)
+    return make_checked(
+        served, served.config.model_copy(update={"draft": draft.model_copy(update={"model": str(path)})})
+    )
+
+
+def make_checked(served: Version, config: Config) -> Version:
+    """Loads the draft model that `config` names, for the target of `served`. Raises ConfigurationError."""
+    version = make_version(config)
+    own, needed = (one.description.tokenizer_fingerprint for one in (version, served))
+    if own != needed:
+        raise ConfigurationError(
+            f"{config.draft_model!r} has the tokenizer {own[:12]}, and the target needs {needed[:12]}: "
+            "set target.model in the worker's configuration if the draft has most of its tokens"
+        )
+    return version
+
+
+def _check_finite(folder: Path) -> None:
+    """Raises ConfigurationError if a weight in `folder` is not a number, or infinite."""
+    for file in sorted(resolve_model_folder(str(folder)).glob("*.safetensors")):
+        with loading(str(folder)), safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  # it is not iterable itself
+                if not math.isfinite(float(tensors.get_tensor(name).float().sum())):
+                    raise ConfigurationError(f"{folder.name!r}: the weight {name} of {file.name} is not finite")

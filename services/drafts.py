@@ -1,0 +1,79 @@
+"""`outrider drafts`: loads another version of the draft on a cluster's draft workers, takes it back, or lists them."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import grpc
+
+from cluster.errors import ConfigurationError
+from protos.speculation.v1 import draft_pb2, draft_pb2_grpc
+from services.argument_types import share
+from services.http_call import add_url_argument
+from services.running_cluster.access import PoolAccess, access_of, add_access_arguments, config_of
+from services.running_cluster.workers import WorkerFacts, look_around
+from services.terminal import as_line
+
+_SECONDS = 600.0  # a worker may take minutes to load a draft
+_DIGITS = 8  # of a fingerprint
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    load = actions.add_parser("load", help="load a version on the draft workers, one after the other")
+    load.add_argument("folder", metavar="FOLDER", help="below `draft.load_root` on each worker's disk")
+    load.add_argument(
+        "--share",
+        type=share,
+        default=1.0,
+        metavar="SHARE",
+        help="share of the draft workers, from 0 to 1; default all. Without it later, the others follow",
+    )
+    rollback = actions.add_parser("rollback", help="return to the version that each draft worker had before")
+    listed = actions.add_parser("list", help="list the draft workers with their versions and sequences")
+    for action in (load, rollback, listed):
+        add_url_argument(action)
+        action.add_argument("--config", type=Path, metavar="FILE", help="YAML configuration with the `tls` to use")
+        action.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
+        add_access_arguments(action)
+    parser.epilog = "example: outrider drafts load monday-48 --share 0.3 --url http://127.0.0.1:8000"
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints a line for each draft worker. Returns 1 if one failed, after which no other is changed.
+
+    Raises ConfigurationError if the cluster has no draft workers.
+    """
+    access = access_of(arguments, config_of(arguments))
+    workers = look_around(arguments.url, access).drafts
+    if not workers:
+        raise ConfigurationError(f"{arguments.url} has no draft workers")
+    if arguments.action == "list":
+        for worker in workers:
+            print(as_line(f"{worker.address}: {_version(worker)}, {worker.load.num_running} sequences"))
+        return 0
+    if arguments.action == "rollback":
+        return _change(workers, draft_pb2.LoadDraftRequest(is_rollback=True), access.draft)
+    chosen = workers[: math.ceil(arguments.share * len(workers))]
+    return _change(chosen, draft_pb2.LoadDraftRequest(folder=arguments.folder), access.draft)
+
+
+def _change(workers: Sequence[WorkerFacts], request: draft_pb2.LoadDraftRequest, access: PoolAccess) -> int:
+    for worker in workers:
+        with access.dialer.blocking_channel(worker.address) as channel:
+            try:
+                # The stub is made for asynchronous channels.
+                said = draft_pb2_grpc.DraftStub(channel).LoadDraft(request, timeout=_SECONDS)  # type: ignore[arg-type]
+            except grpc.RpcError as error:
+                why = error.details() if isinstance(error, grpc.Call) else str(error)
+                print(as_line(f"{worker.address}: failed, and keeps {_version(worker)}: {why}"))
+                return 1
+        print(as_line(f"{worker.address}: {said.model.name}@{said.model.fingerprint[:_DIGITS]}"))
+    return 0
+
+
+def _version(worker: WorkerFacts) -> str:
+    return f"{worker.model.name}@{worker.model.fingerprint[:_DIGITS]}"
