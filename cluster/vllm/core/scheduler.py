@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -63,6 +64,11 @@ class EngineStep:
 
 class Rounds:
     """Interface of the rounds, without drafts. Methods are called from the engine core's thread and must not raise."""
+
+    @property
+    def spare_seconds(self) -> float:
+        """Time that prompts may add to a step within the limits of the last plan."""
+        return math.inf
 
     def plan(self, decoding: Sequence[Request], joining: Sequence[Request]) -> Mapping[str, int] | None:
         """Returns the maximum number of drafts in the next step for each of `decoding`, by request ID.
@@ -284,6 +290,8 @@ class RoundScheduler(Scheduler):
         # vLLM has one limit for all prompts, so each is assumed to cost as much as the one with the longest context.
         furthest = max(request.num_computed_tokens for request in [*prompts, *waiting])
         parts = [PromptPart(length, furthest) for length in lengths]
+        if self.rounds is not None:
+            self.pace.spare_seconds = self.rounds.spare_seconds
         seconds = self.pace.budget(is_alone=len(lengths) == 1 and not num_rows, prompts=parts, num_rows=num_rows)
         shares = self.pace.share(parts, max(0, budget - num_rows), seconds)
         # vLLM may preempt the youngest scheduled request, so if blocks could run short, the step must include all.

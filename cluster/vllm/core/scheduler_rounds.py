@@ -103,6 +103,10 @@ class CoordinatedRounds(Rounds):
         self._coordinator = self._new_coordinator()
         return True
 
+    @property
+    def spare_seconds(self) -> float:
+        return self._coordinator.planner.spare_seconds
+
     def fail(self, error: Exception) -> None:
         """Ends the rounds after `error`, for a pause that grows with the number of recent failures."""
         now = self._clock()

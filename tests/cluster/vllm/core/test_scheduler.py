@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from vllm.config.lora import LoRAConfig
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
+from cluster.engine.prompt_pace import PromptPace, PromptPart
 from cluster.speculation.acceptance import count_accepted
 from cluster.vllm.core.scheduler import CommittedRound, RoundScheduler, _with_held_back
 from cluster.vllm.runner.sampling import accepted
@@ -100,3 +102,33 @@ def test_accepted_drafts_are_counted_up_to_where_the_request_ended() -> None:
     assert num_accepted([4, 5, 6], [4, 5, 9]) == 2
     assert num_accepted([4, 5, 6], [4, 5]) == 2  # the second of them ended it
     assert num_accepted([], [7]) == 0
+
+
+def test_prompts_keep_to_the_time_that_the_limits_leave() -> None:
+    def request(*, is_prompt: bool, num_tokens: int) -> SimpleNamespace:
+        return SimpleNamespace(
+            request_id=str(num_tokens),
+            is_prefill_chunk=is_prompt,
+            spec_token_ids=[],
+            num_tokens=num_tokens,
+            num_computed_tokens=0,
+        )
+
+    scheduler: Any = SimpleNamespace(
+        running=[request(is_prompt=False, num_tokens=9), request(is_prompt=True, num_tokens=800)],
+        waiting=[],
+        max_num_running_reqs=8,
+        max_num_scheduled_tokens=1000,
+        max_drafts=0,
+        may_lack_blocks=False,
+        scheduler_config=SimpleNamespace(long_prefill_token_threshold=0),
+        pace=PromptPace(0.050, 1000),
+        rounds=SimpleNamespace(spare_seconds=math.inf),
+    )
+    scheduler.pace.observe(500, [PromptPart(500, 0)], 0.050)
+    most = []
+    for spare in (math.inf, 0.020):
+        scheduler.rounds.spare_seconds = spare
+        with RoundScheduler._prompts_in_turn(scheduler, set()):
+            most.append(scheduler.scheduler_config.long_prefill_token_threshold)
+    assert 0 < most[1] < 0.6 * most[0]
