@@ -81,9 +81,14 @@ class SpeculationConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _rejection_of_chains(self) -> SpeculationConfig:
+    def _rejection_of_chains_of_the_draft(self) -> SpeculationConfig:
         if self.acceptance == "rejection" and self.tree_width > 1:
             raise ValueError(f"acceptance rejection verifies chains only: set tree_width 1, not {self.tree_width}")
+        if self.acceptance == "rejection" and self.suffix_bytes:
+            raise ValueError(
+                f"acceptance rejection needs drafts from the draft's distribution: set suffix_bytes 0, not "
+                f"{self.suffix_bytes}"
+            )
         return self
 
     @property

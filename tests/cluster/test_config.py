@@ -118,6 +118,7 @@ def test_a_limit_is_refused_where_no_controller_keeps_it(overrides, said):
     ("override", "said"),
     [
         ("speculation.tree_width=2", "chains only"),
+        ("speculation.suffix_bytes=1", "the draft's distribution"),
         ("target.engine=simulated", "target.engine torch"),
         ("draft.drafter=ngram", "the draft's probabilities"),
         ("draft.drafter=vllm", "the draft's probabilities"),
