@@ -31,7 +31,6 @@ _SECONDS = {
     "tests/system/vllm/test_engines.py": 100.0,
     "tests/system/ray/test_launcher.py": 90.0,
     "tests/bench/test_faults.py": 140.0,
-    "tests/system/ray/test_vllm.py": 100.0,
     "tests/system/test_terminal.py": 60.0,
     "tests/system/test_fuzz.py": 80.0,
     "tests/system/test_hostile_requests.py": 80.0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.soak import only_in_soak
 from tests.system.ray.launched import answer, end_and_check, launched
 
 SETTINGS = {
@@ -19,6 +20,8 @@ SETTINGS = {
 }
 
 
+# Two ranks, a draft and Ray start in minutes. vllm/test_exactness.py and test_launcher.py have the parts.
+@only_in_soak
 def test_it_is_drafted_for_from_the_pool_and_leaves_nothing_behind(folder: Path) -> None:
     with launched(folder, *[a for name, value in SETTINGS.items() for a in ("--set", f"{name}={value}")]) as launcher:
         launcher.wait_ready()
