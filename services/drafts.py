@@ -43,22 +43,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints a line for each draft worker. Returns 1 if one failed, after which no other is changed.
+    """Prints a line for each draft worker. Returns 1 if one failed, after which no other is changed, or is unreachable.
 
     Raises ConfigurationError if the cluster has no draft workers.
     """
     access = access_of(arguments, config_of(arguments))
-    workers = look_around(arguments.url, access).drafts
+    facts = look_around(arguments.url, access)
+    workers = facts.drafts
     if not workers:
         raise ConfigurationError(f"{arguments.url} has no draft workers")
+    for reason in facts.unreachable:
+        print(as_line(f"left out: {reason}"))
     if arguments.action == "list":
         for worker in workers:
             print(as_line(f"{worker.address}: {_version(worker)}, {worker.load.num_running} sequences"))
         return 0
     if arguments.action == "rollback":
-        return _change(workers, draft_pb2.LoadDraftRequest(is_rollback=True), access.draft)
-    chosen = workers[: math.ceil(arguments.share * len(workers))]
-    return _change(chosen, draft_pb2.LoadDraftRequest(folder=arguments.folder), access.draft)
+        code = _change(workers, draft_pb2.LoadDraftRequest(is_rollback=True), access.draft)
+    else:
+        chosen = workers[: math.ceil(arguments.share * len(workers))]
+        code = _change(chosen, draft_pb2.LoadDraftRequest(folder=arguments.folder), access.draft)
+    return code or int(bool(facts.unreachable))
 
 
 def _change(workers: Sequence[WorkerFacts], request: draft_pb2.LoadDraftRequest, access: PoolAccess) -> int:

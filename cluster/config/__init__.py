@@ -158,11 +158,17 @@ class Config(Section):
             chooser = "with draft.placement in-process vLLM's step does: set draft.placement to sidecar"
         elif self.drafts_in_process and device:
             chooser = "with draft.in_process_threads device the device does: set draft.in_process_threads to auto"
-        if limit is not None and chooser is not None and self.speculation.num_speculative_tokens:
-            raise ValueError(
-                f"speculation.output_token_ms {limit:g} needs the controller to choose k, but {chooser}, or leave the "
-                "limit out"
-            )
+        if chooser is not None and self.speculation.num_speculative_tokens:
+            if limit is not None:
+                raise ValueError(
+                    f"speculation.output_token_ms {limit:g} needs the controller to choose k, but {chooser}, or leave "
+                    "the limit out"
+                )
+            if self.speculation.suffix_bytes:
+                raise ValueError(
+                    f"speculation.suffix_bytes {self.speculation.suffix_bytes} needs the controller to choose drafts, "
+                    f"but {chooser}, or leave it out"
+                )
         return self
 
     @model_validator(mode="after")

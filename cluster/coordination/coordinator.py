@@ -157,24 +157,31 @@ class Coordinator:
 
         Returns the number of rows by sequence. The step may be planned while the one before still runs.
         """
-        depths = {}
+        depths, by_suffix = {}, set()
         for sequence in decoding:
             sequence.reserved(sequence.depth)
             may_come = sequence.link is not None and sequence.has_answered and not sequence.is_late
             depths[sequence] = self.planner.verified_depth(sequence) if may_come or sequence.num_ready else 0
-            if found := self._suffix_of(sequence):
-                depths[sequence] = max(depths[sequence], len(found))
-                sequence.reserved(depths[sequence])
+            if found := self._suffix_of(sequence):  # the next ones are assumed to be as many
+                depths[sequence] = len(found)
+                sequence.reserved(len(found))
+                by_suffix.add(sequence)
         planner = self.planner
         if planner.measures and planner.steps.is_known:
-            # Probes, requests that set their number of drafts, and those whose limit needs the drafts get all rows.
+            # Probes, requests that set their number of drafts, those whose limit needs the drafts, and those with drafts
+            # of the suffix index get all rows.
             adjustable = {
                 s: n
                 for s, n in depths.items()
-                if n and s.is_automatic and s is not planner.probe and math.isinf(planner.limit_of(s))
+                if n
+                and s.is_automatic
+                and s is not planner.probe
+                and s not in by_suffix
+                and math.isinf(planner.limit_of(s))
             }
+            by_drafter = {s: drafts for s, drafts in self._collected.items() if s not in self._by_suffix}
             num_other_rows = len(depths) + sum(depths.values()) - sum(adjustable.values())
-            for sequence, num_rows in self._reservations.reserve(adjustable, self._collected, num_other_rows).items():
+            for sequence, num_rows in self._reservations.reserve(adjustable, by_drafter, num_other_rows).items():
                 sequence.reserved(num_rows)
                 depths[sequence] = num_rows
         return depths
@@ -214,8 +221,11 @@ class Coordinator:
         Opens the sequences in `joining`, which take part from the next step on.
         """
         started_at, now, planner, suffixes = time.thread_time(), self._clock(), self.planner, self._suffixes
-        by_suffix, self._by_suffix = self._by_suffix, {}
-        if suffixes is not None:
+        by_suffix: dict[SpeculativeSequence, Drafts] = {}
+        if suffixes is not None and rounds:
+            # A step that was launched before its drafts were collected verifies none.
+            verified = {ended.sequence for ended in rounds if ended.drafts}
+            by_suffix = {sequence: drafts for sequence, drafts in self._by_suffix.items() if sequence in verified}
             for ended in rounds:
                 if ended.sequence in by_suffix:
                     suffixes.observe(_of_drafter(ended, by_suffix))
@@ -307,8 +317,9 @@ class Coordinator:
 
     def _drafts(self, sequences: Sequence[SpeculativeSequence]) -> dict[SpeculativeSequence, Drafts]:
         drafts: dict[SpeculativeSequence, Drafts] = {}
+        self._by_suffix = {}
         for sequence in sequences:
-            found = NO_DRAFTS if self.planner.is_plain_step else self._suffix_of(sequence).first(sequence.num_rows)
+            found = self._suffix_of(sequence).first(sequence.num_rows)
             if found:
                 self._by_suffix[sequence] = found
             else:
@@ -322,7 +333,7 @@ class Coordinator:
 
     def _suffix_of(self, sequence: SpeculativeSequence) -> Drafts:
         """Returns the suffix index's drafts if the next step of `sequence` should verify them; otherwise none."""
-        if self._suffixes is None or sequence is self.planner.probe:
+        if self._suffixes is None or sequence is self.planner.probe or self.planner.is_plain_step:
             return NO_DRAFTS
         return self._suffixes.drafts_of(sequence)
 

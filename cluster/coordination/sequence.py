@@ -154,6 +154,7 @@ class SpeculativeSequence:
         """
         if num_drafts == 0:
             self.awaited_since, self.is_late = None, False
+            self.num_levels = self.num_ready = 0
             return
         self.num_levels = num_drafts if shape is None else num_levels(shape, num_drafts)
         self.shape = shape

@@ -81,7 +81,8 @@ class SuffixDrafts:
         """Learns from a round that verified the last drafts of its sequence."""
         followed = self._followed.get(ended.sequence)
         if followed is not None and ended.drafts:
-            num_drafts, num_accepted = ended.drafts.main_path_outcome(ended.chosen)
+            num_drafts = len(ended.drafts)  # a chain, after which a grammar may have more
+            num_accepted = min(num_drafts, len(ended.chosen) - 1)
             followed.acceptance.observe(num_drafts, num_accepted)
             self._num_drafted += num_drafts
             self._num_accepted += num_accepted
@@ -111,7 +112,7 @@ class SuffixDrafts:
         The first matches of a run's length, and one in `WINDOW` later ones, are tried whatever is expected of them.
         """
         planner, num_tokens = self._planner, len(sequence.token_ids)
-        may_exceed_plan = sequence.is_automatic and planner.measures and planner.spare_seconds > 0.0
+        may_exceed_plan = sequence.is_automatic and planner.measures and math.isinf(planner.spare_seconds)
         most = planner.max_depth if may_exceed_plan else sequence.depth
         rates = followed.acceptance.shared = planner.rates(f"suffix {match.run}", sequence.params.temperature)
         price = planner.row_price() if planner.measures else 0.0

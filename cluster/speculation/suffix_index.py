@@ -23,6 +23,7 @@ _PLACE_BITS = 32  # of an entry, which is the text's number and a place in it
 _TOKEN_BYTES = 8 * len(RUNS) + array("i").itemsize  # of the tables, and of a text that has ended
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2^64 divided by the golden ratio: Fibonacci hashing (Knuth, 6.4)
 _POWERS = np.cumprod(np.full(_LONGEST, _MULTIPLIER), dtype=np.uint64)
+_TEXT_TOKENS = 64  # as many bytes as the rest of a text takes
 _NO_TOKEN = -1  # stands before the first token
 
 
@@ -69,11 +70,11 @@ class SuffixIndex:
         return text
 
     def end(self, text: Text) -> None:
-        """Keeps a copy of `text`, which does not grow any more. Drops the oldest texts if there are too many tokens."""
+        """Keeps a copy of what is known of `text`. Drops the oldest texts if there are too many tokens."""
         text.token_ids = array("i", text.token_ids[: text.num_known])
         self._ended[text.number] = text
         self.num_kept_tokens += text.num_known
-        while self.num_kept_tokens > self.max_tokens:
+        while self._ended and self.num_kept_tokens + _TEXT_TOKENS * len(self._ended) > self.max_tokens:
             oldest = next(iter(self._ended))
             self.num_kept_tokens -= self._ended.pop(oldest).num_known
             self.drop(self._texts[oldest])
@@ -114,7 +115,9 @@ class SuffixIndex:
     def _best(self, text: Text, entries: Sequence[int]) -> Match | None:
         for run, entry in zip(reversed(RUNS), reversed(entries), strict=True):
             other, place = self._texts.get(entry >> _PLACE_BITS), entry & ((1 << _PLACE_BITS) - 1)
-            if other is None or other.owner != text.owner or not run <= min(place, len(text.token_ids)):
+            if other is None or other.owner != text.owner or len(text.token_ids) < run:
+                continue
+            if not run <= place < len(other.token_ids):  # vLLM takes tokens back where a session goes on
                 continue
             if list(other.token_ids[place - run : place]) == list(text.token_ids[-run:]):
                 return Match(other, place, run)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Iterator
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import grpc
@@ -19,7 +21,7 @@ from cluster.wire.messages import SpeculateReply
 from cluster.wire.outbox import Outbox
 from cluster.wire.version import WIRE_VERSION
 from protos.speculation.v1 import draft_pb2, draft_pb2_grpc, types_pb2
-from services.draft.versions import Version, make_checked, make_next
+from services.draft.versions import Version, make_next, make_version
 from services.worker import describe_machine, errors_as_status, new_epoch
 
 logger = logging.getLogger(__name__)
@@ -99,13 +101,21 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
 
     async def LoadDraft(self, request: draft_pb2.LoadDraftRequest, context: _LoadContext) -> draft_pb2.DraftDescription:
         """Serves another version. Links reconnect, and open their sequences again with all their tokens."""
-        async with errors_as_status(context), self._changing:
-            before = self.version
-            if request.is_rollback:
-                earlier = self._earlier
-                after = before if earlier is None else await asyncio.to_thread(make_checked, before, earlier)
+        async with errors_as_status(context):
+            # A caller that leaves does not end the load, which has the lock until then.
+            await asyncio.shield(asyncio.create_task(self._change(request)))
+        return self._description()
+
+    async def _change(self, request: draft_pb2.LoadDraftRequest) -> None:
+        async with self._changing:
+            before, earlier = self.version, self._earlier
+            if not request.is_rollback:
+                after = await _in_thread(lambda: make_next(before, request.folder))
+            elif earlier is not None:
+                tokenizer = before.description.tokenizer_fingerprint
+                after = await _in_thread(lambda: make_version(earlier, tokenizer))
             else:
-                after = await asyncio.to_thread(make_next, before, request.folder)
+                after = before
             if after is not before:
                 self.version = after
                 after.worker.start()
@@ -114,7 +124,6 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
                 self._earlier = None if request.is_rollback else before.config
                 await asyncio.to_thread(before.worker.stop)
                 logger.info("serving %s in place of %s", after.description.name, before.description.name)
-            return self._description()
 
     def _description(self) -> draft_pb2.DraftDescription:
         drafter = self.version.drafter
@@ -132,6 +141,25 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
             machine=describe_machine(self.metrics_url),
             is_one_pass=drafter.is_one_pass,
         )
+
+
+async def _in_thread(work: Callable[[], Version]) -> Version:
+    """Returns the result of `work`, in a thread that the end of the process does not wait for."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Version] = loop.create_future()
+
+    def run() -> None:
+        try:
+            result = work()
+        except BaseException as error:
+            tell = partial(future.set_exception, error)
+        else:
+            tell = partial(future.set_result, result)
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(tell)
+
+    threading.Thread(target=run, name="load-draft", daemon=True).start()
+    return await future
 
 
 async def _read(worker: DraftWorker, messages: AsyncIterator[draft_pb2.SpeculateRequest], link: int) -> str:

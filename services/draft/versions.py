@@ -38,17 +38,27 @@ class Version:
         yield from self.drafter.readings()
 
 
-def make_version(config: Config) -> Version:
-    """Loads the draft model that `config` names. Raises ConfigurationError."""
+def make_version(config: Config, needed_tokenizer: str | None = None) -> Version:
+    """Loads the draft model that `config` names. Raises ConfigurationError.
+
+    `needed_tokenizer`: fingerprint of the tokenizer whose IDs the draft must read and propose; None: any.
+    """
     with loading(config.draft_model):
         vocabulary = draft_vocabulary(config) if config.names_target else None
+        tokenizer = spoken_fingerprint(config, vocabulary)
+        if needed_tokenizer not in (None, tokenizer):
+            raise ConfigurationError(
+                f"{config.draft_model!r} has the tokenizer {tokenizer[:12]}, and the target needs "
+                f"{needed_tokenizer[:12]}: set target.model in the worker's configuration if the draft has most of its "
+                "tokens"
+            )
         drafter = make_drafter(config, loading_progress(config.draft_model), vocabulary)
     if drafter.num_blocks:
         window = config.speculation.window(config.speculation.num_speculative_tokens)
         log_kv_cache(drafter.num_blocks, drafter.block_size, config.draft.max_num_seqs, window)
     description = types_pb2.ModelDescription(
         name="simulated" if config.draft.drafter == "simulated" else config.draft_model,
-        tokenizer_fingerprint=spoken_fingerprint(config, vocabulary),
+        tokenizer_fingerprint=tokenizer,
         vocab_size=drafter.vocab_size,
         max_model_len=drafter.max_model_len,
         dtype=drafter.dtype,
@@ -74,28 +84,19 @@ def make_next(served: Version, folder: str) -> Version:
         raise ConfigurationError(
             f"draft.drafter {draft.drafter} has no versions to load: only {' and '.join(_LOADED)} have"
         )
+    if served.config.speculation.acceptance == "rejection":
+        raise ConfigurationError(
+            "with speculation.acceptance rejection targets verify by a copy of the draft they know"
+        )
     root = Path(draft.load_root).resolve()
     path = (root / folder).resolve()
     if not path.is_relative_to(root) or not path.is_dir():
         raise ConfigurationError(f"{folder!r} is not a folder below draft.load_root {draft.load_root}")
-    if str(path) == draft.model:
-        return served
     _check_finite(path)
-    return make_checked(
-        served, served.config.model_copy(update={"draft": draft.model_copy(update={"model": str(path)})})
-    )
-
-
-def make_checked(served: Version, config: Config) -> Version:
-    """Loads the draft model that `config` names, for the target of `served`. Raises ConfigurationError."""
-    version = make_version(config)
-    own, needed = (one.description.tokenizer_fingerprint for one in (version, served))
-    if own != needed:
-        raise ConfigurationError(
-            f"{config.draft_model!r} has the tokenizer {own[:12]}, and the target needs {needed[:12]}: "
-            "set target.model in the worker's configuration if the draft has most of its tokens"
-        )
-    return version
+    config = served.config.model_copy(update={"draft": draft.model_copy(update={"model": str(path)})})
+    if draft_fingerprint(config) == served.description.fingerprint:
+        return served
+    return make_version(config, served.description.tokenizer_fingerprint)
 
 
 def _check_finite(folder: Path) -> None:

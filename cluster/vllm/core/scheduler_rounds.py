@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -105,7 +106,7 @@ class CoordinatedRounds(Rounds):
 
     @property
     def spare_seconds(self) -> float:
-        return self._coordinator.planner.spare_seconds
+        return self._coordinator.planner.spare_seconds if self._begin_anew_at is None else math.inf
 
     def fail(self, error: Exception) -> None:
         """Ends the rounds after `error`, for a pause that grows with the number of recent failures."""
