@@ -85,9 +85,7 @@ def make_next(served: Version, folder: str) -> Version:
             f"draft.drafter {draft.drafter} has no versions to load: only {' and '.join(_LOADED)} have"
         )
     if served.config.speculation.acceptance == "rejection":
-        raise ConfigurationError(
-            "with speculation.acceptance rejection targets verify by a copy of the draft they know"
-        )
+        raise ConfigurationError("with speculation.acceptance rejection targets verify by their copy of the old draft")
     root = Path(draft.load_root).resolve()
     path = (root / folder).resolve()
     if not path.is_relative_to(root) or not path.is_dir():

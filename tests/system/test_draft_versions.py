@@ -46,9 +46,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     changed(root / "wrong shape", lambda one: one)
     config = json.loads((root / "wrong shape" / "config.json").read_text())
     (root / "wrong shape" / "config.json").write_text(json.dumps(config | {"intermediate_size": 7}))
-    changed(root / "other tokenizer", lambda one: 2 * one)
-    other = resolve_model_folder("outrider-draft-smollm2-135m")
-    shutil.copy(other / "tokenizer.json", root / "other tokenizer")
     shutil.copytree(root / "noisy", root.parent / "outside")
     return root
 
@@ -101,7 +98,6 @@ def two_drafts_are_up(cluster: LocalCluster) -> bool:
         ("not numbers", "is not finite"),
         ("cut off", "cannot load"),
         ("wrong shape", "has shape"),
-        ("other tokenizer", "tokenizer"),
         ("nowhere", "is not a folder below"),
         ("../outside", "is not a folder below"),
     ],
