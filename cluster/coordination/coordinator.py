@@ -168,8 +168,8 @@ class Coordinator:
                 by_suffix.add(sequence)
         planner = self.planner
         if planner.measures and planner.steps.is_known:
-            # Probes, requests that set their number of drafts, and those whose limit needs the drafts get all rows, as do
-            # drafts of the suffix index.
+            # Probes, requests that set their number of drafts, and those whose limit needs the drafts get all rows, and
+            # so do drafts of the suffix index.
             adjustable = {
                 s: n
                 for s, n in depths.items()
