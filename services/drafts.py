@@ -6,6 +6,7 @@ import argparse
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -70,8 +71,8 @@ def _change(workers: Sequence[WorkerFacts], request: draft_pb2.LoadDraftRequest,
     for worker in workers:
         with access.dialer.blocking_channel(worker.address) as channel:
             try:
-                # The stub is made for asynchronous channels.
-                said = draft_pb2_grpc.DraftStub(channel).LoadDraft(request, timeout=_SECONDS)  # type: ignore[arg-type]
+                load: Any = draft_pb2_grpc.DraftStub(channel).LoadDraft  # type: ignore[arg-type]  # made for async ones
+                said = load(request, timeout=_SECONDS)
             except grpc.RpcError as error:
                 why = error.details() if isinstance(error, grpc.Call) else str(error)
                 print(as_line(f"{worker.address}: failed, and keeps {_version(worker)}: {why}"))
