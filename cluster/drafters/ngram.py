@@ -8,7 +8,7 @@ from cluster.drafters.base import Drafter, DraftSequence
 from cluster.engine.limits import StepLimits
 from cluster.speculation.suffix_index import SuffixIndex, Text, following
 
-_MOST_TOKENS = 2**20  # that the index has room for: 48 MiB
+_MOST_TOKENS = 2**20  # that the index has room for: 32 MiB
 
 
 class NgramDrafter(Drafter):
@@ -25,7 +25,8 @@ class NgramDrafter(Drafter):
         self.max_model_len = limits.max_model_len
         self._max_num_seqs = limits.max_num_seqs
         self._max_new_tokens = limits.max_num_batched_tokens  # tokens to index per step: all sequences wait meanwhile
-        self._index = SuffixIndex(min(limits.max_num_seqs * limits.max_model_len, _MOST_TOKENS))
+        # With four slots a token few entries are overwritten.
+        self._index = SuffixIndex(min(4 * limits.max_num_seqs * limits.max_model_len, _MOST_TOKENS))
         self._texts: dict[DraftSequence, Text] = {}
 
     @property

@@ -95,7 +95,7 @@ class SuffixIndex:
             tokens += _run_before(text.token_ids, known)
             tokens += text.token_ids[known : num_tokens - 1]
             starts += range(begin, begin + num_tokens - known)
-            owners += [hash(text.owner)] * (num_tokens - known)
+            owners += [_salt(text.owner)] * (num_tokens - known)
             number = text.number << _PLACE_BITS
             entries += range(number + known, number + num_tokens)
         if entries:
@@ -108,7 +108,7 @@ class SuffixIndex:
         if not texts:
             return []
         windows = np.array([_run_before(text.token_ids, len(text.token_ids)) for text in texts], np.int64)
-        slots = self._slots(windows, [hash(text.owner) for text in texts])
+        slots = self._slots(windows, [_salt(text.owner) for text in texts])
         found = self._tables[np.arange(len(RUNS))[:, None], slots].T.tolist()
         return [self._best(text, entries) for text, entries in zip(texts, found, strict=True)]
 
@@ -127,7 +127,7 @@ class SuffixIndex:
         """Returns the slots of the runs at the end of each window, [runs, windows]."""
         by_age = windows[:, ::-1].astype(np.uint64)
         sums = np.cumsum((by_age + np.uint64(1)) * _POWERS, axis=1, dtype=np.uint64)
-        keys = sums[:, np.array(RUNS) - 1].T + np.array(owners, np.int64).astype(np.uint64)
+        keys = sums[:, np.array(RUNS) - 1].T + np.array(owners, np.uint64)
         keys ^= keys >> np.uint64(32)
         return np.asarray(keys * _MULTIPLIER >> self._shift, np.uint64)
 
@@ -141,6 +141,11 @@ def following(match: Match, text: Text, number: int) -> list[int]:
         while len(tokens) < number:
             tokens.append(tokens[-period])
     return tokens
+
+
+def _salt(owner: bytes) -> int:
+    """Returns a number that keeps texts of different owners in different slots, mostly."""
+    return int.from_bytes(owner[-8:])
 
 
 def _run_before(token_ids: Sequence[int], place: int) -> list[int]:

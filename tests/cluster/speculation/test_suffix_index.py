@@ -44,7 +44,7 @@ def test_texts_of_others_are_not_found(index: SuffixIndex) -> None:
 
 
 def test_nor_if_the_hashes_of_two_owners_are_equal(index: SuffixIndex, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.speculation.suffix_index.hash", lambda _: 7, raising=False)
+    monkeypatch.setattr("cluster.speculation.suffix_index._salt", lambda _: 7)
     known(index, list(range(100, 160)))
     assert index.find([known(index, list(range(110, 130)), BOB)]) == [None]
 
