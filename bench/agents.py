@@ -172,7 +172,8 @@ def _run_sessions(
     for turn in range(len(sessions[0])):
         for history, session in zip(histories, sessions, strict=True):
             history += tokenizer.encode(session[turn])
-            del history[: max(0, len(history) - longest)]
+            if len(history) > longest:  # as agents compact theirs: a prefix that slides would be computed in each turn
+                del history[: len(history) - longest // 2]
         bodies = [
             {
                 "prompt": history,
