@@ -115,16 +115,6 @@ class DepthPlanner:
         """Returns the predicted speed of `num_rows` sequences that all have the same depth."""
         return Speed(self.steps, max(1, num_rows), self._config.draft_timeout_seconds)
 
-    def row_price(self) -> float:
-        """Returns how many tokens the time of one more row would yield, at the last plan's number of sequences.
-
-        Infinite before a step was measured.
-        """
-        if not self.steps.is_known:
-            return math.inf
-        num_rows, curve = max(1, self.num_planned_rows), self.steps.curve
-        return curve.seconds(2 * num_rows) / curve.seconds(num_rows) - 1.0
-
     # Plans.
 
     def begin_step(self, num_rows: int) -> bool:

@@ -6,17 +6,18 @@ drafter is then asked for none, and hears what was committed when it is asked ag
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from cluster.coordination.depths import DepthPlanner
 from cluster.coordination.sequence import Round, SpeculativeSequence
-from cluster.speculation.acceptance_model import SequenceAcceptance
+from cluster.speculation.acceptance_model import PositionRates, SequenceAcceptance
 from cluster.speculation.drafts import NO_DRAFTS, Drafts, num_useful_drafts
 from cluster.speculation.suffix_index import Match, SuffixIndex, Text, following
-from cluster.speculation.tuning import PRIOR, RECENT, WINDOW
+from cluster.speculation.tuning import LEAST_GAIN, PRIOR, RECENT, WINDOW
 from cluster.telemetry.metrics import Reading
 
 _NEW_TOKENS = 1024  # most that a step takes in: 0.3 µs each, or 1.7 where pages of the tables are new
@@ -40,6 +41,7 @@ class SuffixDrafts:
         self._planner = planner
         self._index = SuffixIndex.of_bytes(num_bytes)
         self._followed: dict[SpeculativeSequence, _Followed] = {}
+        self._depths: dict[PositionRates, int] = {}  # of the step that is proposed for
         self._num_matches = 0
         self._num_drafted = self._num_accepted = 0
 
@@ -61,6 +63,7 @@ class SuffixDrafts:
         """Looks up drafts that follow the tokens of `sequences`, which have just been committed."""
         asking = [one for one in sequences if one in self._followed and one.num_speculative_tokens != 0]
         matches = self._index.find([self._followed[one].text for one in asking])
+        self._depths.clear()
         room = self._planner.steps.room_for_drafts(len(sequences)) - sum([sequence.depth for sequence in sequences])
         for sequence, match in zip(asking, matches, strict=True):
             followed = self._followed[sequence]
@@ -107,7 +110,7 @@ class SuffixDrafts:
         return followed
 
     def _propose(self, sequence: SpeculativeSequence, followed: _Followed, match: Match, room: int) -> None:
-        """Proposes as many tokens as are worth their rows.
+        """Proposes as many tokens as pay.
 
         The first matches of a run's length, and one in `WINDOW` later ones, are tried whatever is expected of them.
         """
@@ -115,11 +118,21 @@ class SuffixDrafts:
         may_exceed_plan = sequence.is_automatic and planner.measures and math.isinf(planner.spare_seconds)
         most = planner.max_depth if may_exceed_plan else sequence.depth
         rates = followed.acceptance.shared = planner.rates(f"suffix {match.run}", sequence.params.temperature)
-        price = planner.row_price() if planner.measures else 0.0
-        survival = list(itertools.takewhile(lambda share: share > price, followed.acceptance.survival()))
+        survival = followed.acceptance.survival()  # which counts the rounds since the last one
+        worth = self._worth(rates) if planner.measures else most
         self._num_matches += 1
         is_trial = rates.num_tests < PRIOR + RECENT or self._num_matches % WINDOW == 0
-        number = max(len(survival), 1) if is_trial else len(survival)
-        number = num_useful_drafts(min(most, room, number), num_tokens, sequence.max_len)
+        number = num_useful_drafts(min(most, room, max(worth, is_trial)), num_tokens, sequence.max_len)
         followed.drafts, followed.num_followed = Drafts(following(match, followed.text, number)), num_tokens
         followed.expected = math.inf if is_trial else sum(survival[:number])
+
+    def _worth(self, rates: PositionRates) -> int:
+        """Returns the depth with the most tokens per second if all sequences had drafts of `rates`; 0: none pays."""
+        planner = self._planner
+        if rates not in self._depths and planner.steps.is_known:
+            survival = np.asarray(np.cumprod(rates.rates), np.float64)
+            speed = planner.speed(planner.num_planned_rows)
+            by_depth = speed.by_depth(survival, np.zeros(len(survival)))
+            best = int(by_depth.argmax())
+            self._depths[rates] = best + 1 if by_depth[best] > LEAST_GAIN * speed.plain else 0
+        return self._depths.get(rates, 0)
