@@ -238,6 +238,7 @@ class Coordinator:
                 num_drafts, shape = planner.wanted(sequence)
                 if self._suffix_of(sequence):
                     num_drafts, shape = 0, None
+                    sequence.spared()
                 sequence.advance(num_drafts, shape, now)
         if joining:
             for sequence in joining:

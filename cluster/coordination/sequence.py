@@ -154,7 +154,6 @@ class SpeculativeSequence:
         """
         if num_drafts == 0:
             self.awaited_since, self.is_late = None, False
-            self.num_levels = self.num_ready = 0
             return
         self.num_levels = num_drafts if shape is None else num_levels(shape, num_drafts)
         self.shape = shape
@@ -163,6 +162,10 @@ class SpeculativeSequence:
             self.awaited_since, self.is_late = None, False
         elif not (self.is_late or self.num_refusals):
             self.awaited_since = now
+
+    def spared(self) -> None:
+        """Records that the drafter is asked for nothing because other drafts are better: none of its own is ready."""
+        self.num_levels = self.num_ready = 0
 
     def advance(self, num_drafts: int, shape: Shape | None, now: float) -> None:
         """Sends the drafter the tokens it lacks, and requests the next proposal. The sequence must have a drafter."""
