@@ -19,8 +19,6 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
-
 from cluster.errors import InvalidRequestError
 
 V = TypeVar("V")
@@ -29,7 +27,7 @@ Run = Sequence[str]
 """Strings that a template may write one after the other."""
 
 # Characters without a meaning, which serve as stand-ins; those with the shortest JSON escapes come first.
-_PRIVATE_USE = np.r_[0xE000:0xF900, 0xF0000:0xFFFFE, 0x100000:0x10FFFE]
+_PRIVATE_USE = (slice(0xE000, 0xF900), slice(0xF0000, 0xFFFFE), slice(0x100000, 0x10FFFE))
 _PIECE = 2**16  # characters of a text to look at in one call, which keeps the event loop waiting for up to 1 ms
 _ESCAPES = re.compile(r"\\u[0-9a-f]{4}")  # in JSON; characters beyond 0xFFFF have two
 
@@ -56,6 +54,9 @@ class SpecialTokenGuard:
         """
         if not any(map(self._places, _runs(value))):
             return value, {}
+        import numpy as np  # a router whose clients never spell a special token starts and runs without it
+
+        private_use = np.r_[_PRIVATE_USE]
         texts = [avoid, *itertools.chain.from_iterable(_runs(value))]
         is_taken = np.zeros(sys.maxunicode + 1, dtype=bool)
         for text in texts:
@@ -63,7 +64,7 @@ class SpecialTokenGuard:
                 piece = text[at : at + _PIECE].encode("utf-32-le", "surrogatepass")
                 is_taken[np.frombuffer(piece, dtype=np.uint32)] = True
         escaped = {escape for text in texts for escape in _ESCAPES.findall(text)}
-        untaken = map(chr, _PRIVATE_USE[~is_taken[_PRIVATE_USE]])
+        untaken = map(chr, private_use[~is_taken[private_use]])
         free = (character for character in untaken if _escape(character)[:6] not in escaped)
         stand_ins: dict[str, str] = {}
 

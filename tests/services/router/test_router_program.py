@@ -137,7 +137,7 @@ from services.launch.local import free_ports
 from services.router.main import run
 setup_logging("router")
 status = run(Config.model_validate_json(sys.argv[1]))
-heavy = {"torch", "transformers"} & sys.modules.keys()
+heavy = {"torch", "transformers", "numpy"} & sys.modules.keys()
 print(sorted(heavy), status)
 """
 
