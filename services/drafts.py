@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 
+from cluster.coordination.link import label_of
 from cluster.errors import ConfigurationError
 from protos.speculation.v1 import draft_pb2, draft_pb2_grpc
 from services.argument_types import share
@@ -19,7 +20,6 @@ from services.running_cluster.workers import WorkerFacts, look_around
 from services.terminal import as_line
 
 _SECONDS = 600.0  # a worker may take minutes to load a draft
-_DIGITS = 8  # of a fingerprint
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(as_line(f"left out: {reason}"))
     if arguments.action == "list":
         for worker in workers:
-            print(as_line(f"{worker.address}: {_version(worker)}, {worker.load.num_running} sequences"))
+            print(as_line(f"{worker.address}: {label_of(worker.model)}, {worker.load.num_running} sequences"))
         return 0
     if arguments.action == "rollback":
         code = _change(workers, draft_pb2.LoadDraftRequest(is_rollback=True), access.draft)
@@ -75,11 +75,7 @@ def _change(workers: Sequence[WorkerFacts], request: draft_pb2.LoadDraftRequest,
                 said = load(request, timeout=_SECONDS)
             except grpc.RpcError as error:
                 why = error.details() if isinstance(error, grpc.Call) else str(error)
-                print(as_line(f"{worker.address}: failed, and keeps {_version(worker)}: {why}"))
+                print(as_line(f"{worker.address}: failed, and keeps {label_of(worker.model)}: {why}"))
                 return 1
-        print(as_line(f"{worker.address}: {said.model.name}@{said.model.fingerprint[:_DIGITS]}"))
+        print(as_line(f"{worker.address}: {label_of(said.model)}"))
     return 0
-
-
-def _version(worker: WorkerFacts) -> str:
-    return f"{worker.model.name}@{worker.model.fingerprint[:_DIGITS]}"

@@ -200,11 +200,11 @@ class DraftLink:
         fingerprint = description.model.tokenizer_fingerprint[:_MAX_REASON_CHARACTERS]
         if fingerprint != self._tokenizer_fingerprint:
             raise ConfigurationError(
-                f"draft worker {self.address} ({_label(description.model)}) is not used: its tokenizer "
+                f"draft worker {self.address} ({label_of(description.model)}) is not used: its tokenizer "
                 f"{fingerprint} differs from the target's {self._tokenizer_fingerprint}; if its draft has most of the "
                 "target's tokens, set target.model in the worker's configuration"
             )
-        self.model, self.is_one_pass = _label(description.model), description.is_one_pass
+        self.model, self.is_one_pass = label_of(description.model), description.is_one_pass
 
     async def _stream(self, channel: grpc.aio.Channel) -> None:
         """Runs one stream: reports the link as up, delivers replies, reports it as down."""
@@ -277,7 +277,7 @@ class DraftLink:
                 await call.write(message)
 
 
-def _label(model: types_pb2.ModelDescription) -> str:
+def label_of(model: types_pb2.ModelDescription) -> str:
     """Returns the model's label; unique if the worker reports a fingerprint, otherwise the model's name."""
     name = model.name[:_MAX_NAME_CHARACTERS]
     return f"{name}@{model.fingerprint[:_LABEL_DIGITS]}" if model.fingerprint else name
