@@ -149,7 +149,7 @@ class Config(Section):
                 raise ValueError(f"draft.in_process_threads device needs {setting} {supported}, not {value}")
 
     @model_validator(mode="after")
-    def _output_limit_can_be_kept(self) -> Config:
+    def _controller_can_choose(self) -> Config:
         limit, device = self.speculation.output_token_ms, self.draft.in_process_threads == "device"
         chooser = None
         if self.draft.drafter == "engine":

@@ -81,7 +81,7 @@ class SpeculationConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _rejection_of_chains_of_the_draft(self) -> SpeculationConfig:
+    def _rejection_can_verify(self) -> SpeculationConfig:
         if self.acceptance == "rejection" and self.tree_width > 1:
             raise ValueError(f"acceptance rejection verifies chains only: set tree_width 1, not {self.tree_width}")
         if self.acceptance == "rejection" and self.suffix_bytes:

@@ -236,7 +236,7 @@ class Coordinator:
                 if sequence is planner.probe:
                     planner.probed(has_drafts=bool(self._collected.get(sequence)))
                 num_drafts, shape = planner.wanted(sequence)
-                if self._suffix_of(sequence):
+                if suffixes is not None and self._suffix_of(sequence):
                     num_drafts, shape = 0, None
                     sequence.spared()
                 sequence.advance(num_drafts, shape, now)
@@ -320,8 +320,7 @@ class Coordinator:
         drafts: dict[SpeculativeSequence, Drafts] = {}
         self._by_suffix = {}
         for sequence in sequences:
-            found = self._suffix_of(sequence).first(sequence.num_rows)
-            if found:
+            if self._suffixes is not None and (found := self._suffix_of(sequence).first(sequence.num_rows)):
                 self._by_suffix[sequence] = found
             else:
                 found = sequence.drafts(self.planner.verified_depth(sequence))

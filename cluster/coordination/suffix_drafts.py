@@ -105,7 +105,7 @@ class SuffixDrafts:
 
     def _follow(self, sequence: SpeculativeSequence) -> _Followed:
         text = self._index.begin(sequence.owner + sequence.cache_root, sequence.token_ids)
-        followed = _Followed(text, SequenceAcceptance(self._planner.rates("", 0.0)), NO_DRAFTS)
+        followed = _Followed(text, SequenceAcceptance(self._planner.rates("", sequence.params.temperature)), NO_DRAFTS)
         self._followed[sequence] = followed
         return followed
 

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -162,14 +162,18 @@ def test_same_answers_when_the_draft_is_killed_midway(server: Server, draft: Dra
     num_tokens = length(32, 200)
     expected = server.answers(max_tokens=num_tokens)  # long: some have to be under way when the draft is killed
     with ThreadPoolExecutor(1) as thread:
-        while True:  # on a busy machine the link may be down for all of the answers
+
+        def ask() -> Future[list[list[str]]]:
             wait_until(lambda: server.counters()["outrider_draft_links_up"] == 1)
             drafted = server.num_drafted()
-            again = thread.submit(server.answers, max_tokens=num_tokens)
-            wait_until(lambda: again.done() or server.num_drafted() > drafted)  # noqa: B023  # called at once
-            if not again.done():
-                break
+            asked = thread.submit(server.answers, max_tokens=num_tokens)
+            wait_until(lambda: asked.done() or server.num_drafted() > drafted)
+            return asked
+
+        while (again := ask()).done():  # on a busy machine the link may be down for all of the answers
+            pass
         draft.kill()
+        assert not again.done()
         assert again.result() == expected
     wait_until(lambda: server.counters()["outrider_draft_links_up"] == 0)
 
