@@ -13,6 +13,7 @@ from pathlib import Path
 
 from bench.faults import FAULTS
 from tests.soak import length
+from tests.waiting import WAIT_S
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 500
@@ -55,6 +56,6 @@ def _started(faults: Sequence[str], folder: Path) -> Iterator[subprocess.Popen[b
         if process.poll() is None:
             process.send_signal(signal.SIGINT)  # it ends its cluster and takes its namespaces away
             try:
-                process.wait(30)
+                process.wait(WAIT_S)
             except subprocess.TimeoutExpired:
                 process.kill()

@@ -15,6 +15,7 @@ import pytest
 from cluster.errors import ConfigurationError
 from services.addresses import check_can_listen, unknown_hosts
 from tests.soak import length
+from tests.waiting import WAIT_S
 
 # Each is a program that imports what a worker needs.
 WORKERS_AND_SETTINGS = length(
@@ -58,7 +59,7 @@ def test_a_worker_says_so_before_it_loads_anything(taken: int, program: str, set
     value = str(taken) if setting == "metrics_port" else f"127.0.0.1:{taken}"
     arguments = ["--set", f"{program}.listen=127.0.0.1:0", f"--{program}.{setting}", value]
     command = [sys.executable, "-m", "services.cli", program, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
     assert done.returncode == os.EX_TEMPFAIL
     assert "Address already in use" in done.stderr
     assert f"{program}.{setting}" in done.stderr
@@ -68,7 +69,7 @@ def test_a_worker_says_so_before_it_loads_anything(taken: int, program: str, set
 def test_the_router_says_so_before_it_reads_a_tokenizer(taken: int) -> None:
     arguments = ["--router.port", str(taken), "--target.addresses", "[127.0.0.1:1]", "--target.model", "/nowhere"]
     command = [sys.executable, "-m", "services.cli", "router", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
     assert done.returncode == os.EX_TEMPFAIL
     assert f"cannot listen at 127.0.0.1:{taken}" in done.stderr
 
@@ -79,7 +80,7 @@ def test_the_launcher_says_so_before_it_starts_anything(taken: int, setting: str
     command = [sys.executable, "-m", "services.cli", "serve", "--router.port", "0", f"--{setting}", value]
     command += ["--draft.placement", "pool"]
     began_at = time.monotonic()
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
     assert done.returncode == 2
     assert "Address already in use" in done.stderr
     assert "INFO" not in done.stderr

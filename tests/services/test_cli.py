@@ -25,6 +25,7 @@ from services import cli
 from services.launch import local
 from services.launch.foreground import announce
 from services.settings import properties_of
+from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.usefixtures("own_logging")
 
@@ -293,7 +294,7 @@ def test_serve_says_where_the_page_is_and_opens_it(
     announce(Config(), ["http://127.0.0.1:8000"], 1.0, opens_page=opens_page)
     assert "Open its page: http://127.0.0.1:8000/\n" in capsys.readouterr().out
     if opens_page:  # by a thread, which a browser may keep
-        assert opened.get(timeout=20) == "http://127.0.0.1:8000/"
+        assert opened.get(timeout=WAIT_S) == "http://127.0.0.1:8000/"
     assert opened.empty()
 
 

@@ -35,7 +35,7 @@ from services.launch.local import LocalCluster
 from tests.system.client import assert_nothing_in_use
 from tests.system.conftest import READY_TIMEOUT_SECONDS, cluster_config
 from tests.system.fuzzing import programs
-from tests.waiting import eventually
+from tests.waiting import WAIT_S, eventually
 
 # What a fuzzer makes big without need: a cluster on two cores has to answer some thousand requests.
 _SMALL = {"max_tokens": 12, "max_completion_tokens": 12, "max_output_tokens": 12, "n": 3, "min_tokens": 12}
@@ -116,7 +116,7 @@ class Calls:
     def take(self) -> Call:
         while True:
             try:
-                return self._made.get(timeout=60)
+                return self._made.get(timeout=WAIT_S)
             except queue.Empty:
                 assert self._thread.is_alive(), "no more calls are made"
 
@@ -323,9 +323,9 @@ class Resources:
 def warm_up(url: str) -> None:
     """Starts what only the first requests start: the process that compiles grammars, and threads."""
     for path, base in _BASES.items():
-        httpx.post(f"{url}{path}", json=base, timeout=60, trust_env=False).raise_for_status()
+        httpx.post(f"{url}{path}", json=base, timeout=WAIT_S, trust_env=False).raise_for_status()
     body = _BASES["/v1/completions"] | {"structured_outputs": {"regex": "a+"}}
-    httpx.post(f"{url}/v1/completions", json=body, timeout=60, trust_env=False).raise_for_status()
+    httpx.post(f"{url}/v1/completions", json=body, timeout=WAIT_S, trust_env=False).raise_for_status()
 
 
 def assert_nothing_kept(cluster: LocalCluster, before: list[Resources]) -> None:

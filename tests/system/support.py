@@ -7,6 +7,8 @@ from typing import Any
 
 import httpx
 
+from tests.waiting import WAIT_S
+
 _PAGE = Path(__file__).parents[2] / "docs" / "API.md"
 _TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
 _COMPLETIONS: dict[str, dict[str, Any]] = {
@@ -62,7 +64,7 @@ def supported(engine: str) -> dict[str, bool]:
 def assert_table_is_true(url: str, engine: str) -> None:
     table = supported(engine)
     assert len(table) >= 18
-    with httpx.Client(base_url=url, timeout=120) as client:
+    with httpx.Client(base_url=url, timeout=WAIT_S) as client:
         for feature, is_supported in table.items():
             response = _ask(client, feature)
             expected = 200 if is_supported else 400

@@ -17,6 +17,7 @@ import pytest
 from protos.speculation.v1 import draft_pb2_grpc, types_pb2
 from services.launch.local import free_ports
 from tests.system.client import eventually
+from tests.waiting import WAIT_S
 
 
 class Programs:
@@ -59,7 +60,7 @@ def test_workers_are_added_and_taken_away_while_requests_run(programs: Programs)
     programs.start("target", **{"target.listen": f"127.0.0.1:{second}", "target.advertise": f"gateway:{second}"})
     programs.start("router", **{"router.port": http})
 
-    with httpx.Client(base_url=f"http://127.0.0.1:{http}", timeout=120, verify=False) as client:
+    with httpx.Client(base_url=f"http://127.0.0.1:{http}", timeout=WAIT_S, verify=False) as client:
 
         def targets() -> list[dict]:
             with contextlib.suppress(httpx.TransportError):

@@ -20,7 +20,7 @@ from bench.workload import read_counters
 from services.launch.local import LocalCluster
 from tests.system.client import Case, complete_all
 from tests.system.conftest import PATIENT, READY_TIMEOUT_SECONDS, cluster_config
-from tests.waiting import eventually
+from tests.waiting import WAIT_S, eventually
 
 PROMPT = "def main("
 
@@ -49,11 +49,11 @@ def test_openai_client_gets_the_same_text_streamed_and_whole(cluster: LocalClust
 @pytest.mark.parametrize("seed", [None, 11])
 def test_prompts_that_are_alike_get_answers_of_their_own(cluster: LocalCluster, seed: int | None) -> None:
     fields = {"prompt": [PROMPT] * 3, "max_tokens": 24, "return_token_ids": True}
-    body = httpx.post(f"{cluster.url}/v1/completions", json=fields | {"seed": seed}, timeout=60).json()
+    body = httpx.post(f"{cluster.url}/v1/completions", json=fields | {"seed": seed}, timeout=WAIT_S).json()
     answers = [choice["token_ids"] for choice in body["choices"]]
     assert len({tuple(answer) for answer in answers}) == 3
     again = fields | {"prompt": PROMPT, "n": 3, "seed": body["seed"]}
-    choices = httpx.post(f"{cluster.url}/v1/completions", json=again, timeout=60).json()["choices"]
+    choices = httpx.post(f"{cluster.url}/v1/completions", json=again, timeout=WAIT_S).json()["choices"]
     assert [choice["token_ids"] for choice in choices] == answers
 
 
@@ -136,7 +136,7 @@ def test_bad_input_reaches_no_worker(cluster: LocalCluster) -> None:
     """The router's own tests have many more; here the workers are looked at, and the next request."""
     target = cluster.targets[0].metrics_url
     before = read_counters(target)["outrider_steps_total"]
-    with httpx.Client(base_url=cluster.url, timeout=30) as client:
+    with httpx.Client(base_url=cluster.url, timeout=WAIT_S) as client:
         for name, content, status in BAD_BODIES:
             reply = client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
             assert reply.status_code == status, (name, reply.text)
@@ -173,7 +173,7 @@ def run_serve(*arguments: str) -> subprocess.Popen[str]:
 def test_serve_refuses_rejection_with_another_tokenizer() -> None:
     models = ("--target", "outrider-draft-smollm2-135m", "--draft", "outrider-draft-2m")
     serve = run_serve("--port", "0", *models, "--set", "speculation.acceptance=rejection")
-    _, errors = serve.communicate(timeout=120)
+    _, errors = serve.communicate(timeout=WAIT_S)
     assert serve.returncode == 2
     assert "'outrider-draft-2m' needs the tokenizer of 'outrider-draft-smollm2-135m'" in errors.splitlines()[-1]
 
@@ -193,7 +193,7 @@ def test_serve_refuses_what_cannot_work_with_one_line(arguments: list[str], comp
         taken.listen()
         port = str(taken.getsockname()[1])
         serve = run_serve("--port", "0", *(argument.format(taken=port) for argument in arguments))
-        _, errors = serve.communicate(timeout=120)
+        _, errors = serve.communicate(timeout=WAIT_S)
     assert serve.returncode == 2
     assert complaint in errors.splitlines()[-1]
     assert "Traceback" not in errors

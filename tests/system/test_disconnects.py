@@ -13,7 +13,7 @@ from bench.workload import read_counters
 from services.launch.local import LocalCluster
 from tests.system.client import assert_nothing_in_use
 from tests.system.conftest import READY_TIMEOUT_SECONDS, cluster_config
-from tests.waiting import eventually, wait_until
+from tests.waiting import WAIT_S, eventually, wait_until
 
 LONG_PROMPT = [300 + i % 50 for i in range(2000)]
 CHUNK = 2
@@ -54,7 +54,7 @@ def test_in_prefill(narrow: LocalCluster) -> None:
 def test_while_waiting(narrow: LocalCluster) -> None:
     long_answer = {"prompt": [300], "max_tokens": 2000, "ignore_eos": True, "stream": True}
     with (
-        httpx.Client(base_url=narrow.url, timeout=60) as client,
+        httpx.Client(base_url=narrow.url, timeout=WAIT_S) as client,
         client.stream("POST", "/v1/completions", json=long_answer) as reply,
     ):
         lines = reply.iter_lines()  # which ends the stream when it is thrown away

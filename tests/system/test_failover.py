@@ -47,7 +47,7 @@ def expected(two_of_each: LocalCluster) -> list[list[str]]:
 
 def ask_all(cluster: LocalCluster, has_begun: threading.Event) -> list[list[str]]:
     """The text of every choice of every request, streamed all at once. `has_begun` when all have had some of it."""
-    client = OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, timeout=120)
+    client = OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S)
     begun = threading.Barrier(len(REQUESTS), action=has_begun.set)
 
     def ask(request: dict[str, Any]) -> list[str]:

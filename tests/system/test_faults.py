@@ -15,6 +15,7 @@ from bench.workload import held_out_prompts, read_counters
 from services.launch.local import LocalCluster
 from tests.system.client import Case, assert_nothing_in_use, complete_all, eventually
 from tests.system.conftest import READY_TIMEOUT_SECONDS
+from tests.waiting import WAIT_S
 
 NUM_REQUESTS = 24
 
@@ -38,7 +39,7 @@ def num_different(answers: list[list[int]], expected: list[list[int]]) -> int:
 def disconnect_at_random(url: str, stop: threading.Event) -> None:
     """A client that starts streams and leaves them."""
     rng = random.Random(1)
-    with httpx.Client(base_url=url, timeout=60) as client:
+    with httpx.Client(base_url=url, timeout=WAIT_S) as client:
         while not stop.is_set():
             body = {"prompt": [rng.randrange(3, 4000)], "max_tokens": 400, "stream": True, "ignore_eos": True}
             with client.stream("POST", "/v1/completions", json=body) as response:

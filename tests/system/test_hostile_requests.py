@@ -13,6 +13,7 @@ import pytest
 
 from services.launch.local import LocalCluster
 from tests.system.client import assert_nothing_in_use
+from tests.waiting import WAIT_S
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = {"prompt": "def main(", "max_tokens": 8}
@@ -28,7 +29,7 @@ def deep(depth: int) -> dict[str, Any]:
 
 def post(cluster: LocalCluster, path: str, content: str | bytes, **headers: str) -> httpx.Response:
     sent = {"content-type": "application/json", **headers}
-    return httpx.post(f"{cluster.url}{path}", content=content, headers=sent, timeout=60, trust_env=False)
+    return httpx.post(f"{cluster.url}{path}", content=content, headers=sent, timeout=WAIT_S, trust_env=False)
 
 
 def structured(cluster: LocalCluster, **asked: Any) -> httpx.Response:
@@ -76,7 +77,7 @@ def test_types_that_are_not_json(cluster: LocalCluster, media_type: str) -> None
 def test_line_ends_within_headers_are_a_400(cluster: LocalCluster, header: bytes) -> None:
     content = json.dumps(PROMPT).encode()
     host, port = cluster.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
+    with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:
         connection.sendall(
             b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
             + header

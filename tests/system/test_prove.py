@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from services import cli
+from tests.waiting import WAIT_S
 
 SMALL = ["--peer", "none", "--target-device", "cpu:0", "--streams", "2", "--answers", "1", "--repeats", "1"]
 
@@ -40,7 +41,7 @@ def test_ctrl_c_ends_all_programs_and_leaves_a_report(tmp_path: Path) -> None:
             assert running.poll() is None
             time.sleep(0.1)
         running.send_signal(signal.SIGINT)
-        text, _ = running.communicate(timeout=60)
+        text, _ = running.communicate(timeout=WAIT_S)
     assert running.returncode == 128 + signal.SIGINT
     assert "not complete, as SIGINT was received" in text
     assert text == (tmp_path / "report.md").read_text()

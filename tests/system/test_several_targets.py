@@ -47,7 +47,7 @@ def test_nothing_stays_in_use_after_many_mixed_requests(two_of_each: LocalCluste
         else:
             assert client.post("/v1/completions", json={**body, "stream": kind == 2}).status_code == 200
 
-    with httpx.Client(base_url=two_of_each.url, timeout=120) as client, ThreadPoolExecutor(12) as threads:
+    with httpx.Client(base_url=two_of_each.url, timeout=WAIT_S) as client, ThreadPoolExecutor(12) as threads:
         list(threads.map(request, range(NUM_MIXED_REQUESTS)))
     assert_nothing_in_use(two_of_each)
 
@@ -73,7 +73,7 @@ def test_a_dead_targets_requests_go_on_elsewhere_with_the_same_tokens(two_of_eac
                 token_ids.extend(event["choices"][0]["token_ids"])
         return token_ids
 
-    with httpx.Client(base_url=two_of_each.url, timeout=120) as client, ThreadPoolExecutor(NUM_STREAMS) as threads:
+    with httpx.Client(base_url=two_of_each.url, timeout=WAIT_S) as client, ThreadPoolExecutor(NUM_STREAMS) as threads:
         streams = [threads.submit(follow, case) for case in cases]
         all_started.wait()
         running = [read_counters(target.metrics_url)["vllm:num_requests_running"] for target in two_of_each.targets]

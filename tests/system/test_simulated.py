@@ -8,6 +8,7 @@ from cluster.config.file import load_config
 from services.launch.local import LocalCluster
 from tests.system.client import eventually
 from tests.system.conftest import READY_TIMEOUT_SECONDS
+from tests.waiting import WAIT_S
 
 SETTINGS = (
     "target.engine=simulated",
@@ -25,13 +26,13 @@ def test_it_serves_and_speculates_through_the_delay() -> None:
 
         def generate(k: int | str) -> str:
             body = {"prompt": "x", "seed": 5, "max_tokens": 60, "num_speculative_tokens": k}
-            response = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60)
+            response = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=WAIT_S)
             assert response.json()["model"] == "simulated"
             return str(response.json()["choices"][0]["text"])
 
         def round_trip_seconds() -> float:
             generate(4)  # an estimate from few replies may be far too low
-            metrics = httpx.get(cluster.targets[0].metrics_url, timeout=10).text
+            metrics = httpx.get(cluster.targets[0].metrics_url, timeout=WAIT_S).text
             (found,) = [line for line in metrics.splitlines() if line.startswith("outrider_link_round_trip_seconds{")]
             return float(found.rpartition(" ")[2])
 
@@ -51,5 +52,5 @@ def test_drafts_beside_targets_are_for_these_alone() -> None:
 
 def _drafts_of(url: str) -> set[str]:
     """The draft workers that a target has links to."""
-    lines = httpx.get(url, timeout=10).text.splitlines()
+    lines = httpx.get(url, timeout=WAIT_S).text.splitlines()
     return {line.split('draft="')[1].split('"')[0] for line in lines if line.startswith("outrider_link_bytes_total{")}

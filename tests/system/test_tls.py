@@ -21,7 +21,7 @@ from tests.certificates import Certs
 from tests.system.cases import sampled_cases
 from tests.system.client import complete, complete_all
 from tests.system.conftest import PATIENT, READY_TIMEOUT_SECONDS, cluster_config
-from tests.waiting import wait_until
+from tests.waiting import WAIT_S, wait_until
 
 KEY = "sk-alice-0123456789abcdef"
 SCRAPER = "scrape-0123456789abcdef"
@@ -60,7 +60,7 @@ def secured(certs: Certs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 @pytest.fixture
 def client(secured: LocalCluster, certs: Certs) -> Iterator[httpx.Client]:
     headers = {"authorization": f"Bearer {KEY}"}
-    with httpx.Client(base_url=secured.url, verify=certs.context(), headers=headers, timeout=120) as client:
+    with httpx.Client(base_url=secured.url, verify=certs.context(), headers=headers, timeout=WAIT_S) as client:
         yield client
 
 
@@ -115,8 +115,8 @@ def test_an_operator_sees_its_numbers_in_the_terminal(
 def test_nobody_gets_past(secured: LocalCluster) -> None:
     for address in (*secured.config.target.addresses, *secured.config.draft.addresses):
         with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError):
-            health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
-    with socket.create_connection(("127.0.0.1", secured.config.router.port), timeout=5) as plain:
+            health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=WAIT_S)
+    with socket.create_connection(("127.0.0.1", secured.config.router.port), timeout=WAIT_S) as plain:
         plain.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
         assert not plain.recv(100).startswith(b"HTTP")
 
@@ -139,7 +139,7 @@ def test_a_worker_answers_kubernetes_probes_beside(certs: Certs) -> None:
             def status() -> int:
                 try:
                     check = health_pb2_grpc.HealthStub(channel).Check
-                    return int(check(health_pb2.HealthCheckRequest(), timeout=5).status)
+                    return int(check(health_pb2.HealthCheckRequest(), timeout=WAIT_S).status)
                 except grpc.RpcError:
                     return -1
 
@@ -148,7 +148,7 @@ def test_a_worker_answers_kubernetes_probes_beside(certs: Certs) -> None:
                 "/speculation.v1.Draft/Describe", request_serializer=types_pb2.DescribeRequest.SerializeToString
             )
             with pytest.raises(grpc.RpcError, match="UNIMPLEMENTED"):
-                describe(types_pb2.DescribeRequest(), timeout=5)
+                describe(types_pb2.DescribeRequest(), timeout=WAIT_S)
     finally:
         process.terminate()
-        assert process.wait(timeout=120) == 0
+        assert process.wait(timeout=WAIT_S) == 0

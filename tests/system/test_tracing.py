@@ -17,7 +17,7 @@ from cluster.config.file import load_config
 from services.launch.local import LocalCluster, WorkerProcess, free_ports
 from tests.collector import Collector, ReceivedSpan, collecting
 from tests.system.conftest import PATIENT, READY_TIMEOUT_SECONDS, cluster_config
-from tests.waiting import eventually
+from tests.waiting import WAIT_S, eventually
 
 CALLER = "00f067aa0ba902b7"
 CALL = "speculation.v1.Target/GenerateMany"
@@ -106,7 +106,7 @@ def check_one_choice(spans: Sequence[ReceivedSpan], path: str, num_tokens: int) 
 def test_a_whole_answer(simulated: LocalCluster, collector: Collector) -> None:
     trace_id, headers = new_trace()
     body = {"prompt": "a b c", "max_tokens": 100, "seed": 7, "temperature": 0.5}
-    response = httpx.post(f"{simulated.url}/v1/completions", json=body, headers=headers, timeout=60)
+    response = httpx.post(f"{simulated.url}/v1/completions", json=body, headers=headers, timeout=WAIT_S)
     spans = collector.wait_for(trace_id, 6)
     check_one_choice(spans, "/v1/completions", 100)
     attributes = one(spans, "POST /v1/completions", "server").attributes
@@ -123,7 +123,7 @@ def test_a_whole_answer(simulated: LocalCluster, collector: Collector) -> None:
 def test_a_streamed_answer(simulated: LocalCluster, collector: Collector) -> None:
     trace_id, headers = new_trace()
     body = {"prompt": "a b c", "max_tokens": 100, "stream": True, "seed": 7}
-    httpx.post(f"{simulated.url}/v1/completions", json=body, headers=headers, timeout=60)
+    httpx.post(f"{simulated.url}/v1/completions", json=body, headers=headers, timeout=WAIT_S)
     spans = collector.wait_for(trace_id, 6)
     check_one_choice(spans, "/v1/completions", 100)
     assert one(spans, "POST /v1/completions", "server").attributes["gen_ai.request.stream"] is True
@@ -141,7 +141,7 @@ def test_each_api_of_chats_has_spans(
     simulated: LocalCluster, collector: Collector, path: str, fields: dict[str, Any]
 ) -> None:
     trace_id, headers = new_trace()
-    assert httpx.post(f"{simulated.url}{path}", json=fields, headers=headers, timeout=60).status_code == 200
+    assert httpx.post(f"{simulated.url}{path}", json=fields, headers=headers, timeout=WAIT_S).status_code == 200
     spans = collector.wait_for(trace_id, 6)
     check_one_choice(spans, path, 100)
     assert one(spans, f"POST {path}", "server").attributes["gen_ai.operation.name"] == "chat"
@@ -150,7 +150,7 @@ def test_each_api_of_chats_has_spans(
 def test_each_choice_has_a_call_of_its_own(simulated: LocalCluster, collector: Collector) -> None:
     trace_id, headers = new_trace()
     body = {"prompt": "a b c", "max_tokens": 10, "n": 3}
-    httpx.post(f"{simulated.url}/v1/completions", json=body, headers=headers, timeout=60)
+    httpx.post(f"{simulated.url}/v1/completions", json=body, headers=headers, timeout=WAIT_S)
     spans = collector.wait_for(trace_id, 1 + 3 * 5)
     request = one(spans, "POST /v1/completions", "server")
     calls = [span for span in spans if span.kind == "client"]
@@ -200,15 +200,15 @@ def test_what_the_client_does_not_sample_is_not_recorded(simulated: LocalCluster
     trace_id, headers = new_trace()
     unsampled = {"traceparent": headers["traceparent"].removesuffix("01") + "00"}
     body = {"prompt": "a b c", "max_tokens": 5}
-    httpx.post(f"{simulated.url}/v1/completions", json=body, headers=unsampled, timeout=60)
+    httpx.post(f"{simulated.url}/v1/completions", json=body, headers=unsampled, timeout=WAIT_S)
     later, headers = new_trace()
-    httpx.post(f"{simulated.url}/v1/completions", json=body, headers=headers, timeout=60)
+    httpx.post(f"{simulated.url}/v1/completions", json=body, headers=headers, timeout=WAIT_S)
     collector.wait_for(later, 6)
     assert collector.spans_of(trace_id) == []
 
 
 def test_a_request_without_a_trace_begins_one(simulated: LocalCluster, collector: Collector) -> None:
-    response = httpx.post(f"{simulated.url}/v1/completions", json={"prompt": "a b c", "max_tokens": 5}, timeout=60)
+    response = httpx.post(f"{simulated.url}/v1/completions", json={"prompt": "a b c", "max_tokens": 5}, timeout=WAIT_S)
     request_id = response.json()["id"]
 
     def trace_ids() -> set[str]:
@@ -228,7 +228,7 @@ def test_the_torch_engine(collector: Collector) -> None:
         trace_id, headers = new_trace()
         messages = [{"role": "user", "content": "def main("}]
         body = {"messages": messages, "max_tokens": 60, "temperature": 0, "ignore_eos": True}
-        httpx.post(f"{cluster.url}/v1/chat/completions", json=body, headers=headers, timeout=60)
+        httpx.post(f"{cluster.url}/v1/chat/completions", json=body, headers=headers, timeout=WAIT_S)
         spans = collector.wait_for(trace_id, 6)
     check_one_choice(spans, "/v1/chat/completions", 60)
     request = one(spans, "POST /v1/chat/completions", "server")
@@ -245,7 +245,7 @@ def test_a_request_that_is_moved_and_then_fails(collector: Collector) -> None:
         cluster.wait_ready(READY_TIMEOUT_SECONDS)
         trace_id, headers = new_trace()
         body = {"prompt": "a b c", "max_tokens": 2000, "stream": True}
-        with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, headers=headers, timeout=60) as reply:
+        with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, headers=headers, timeout=WAIT_S) as reply:
             lines = reply.iter_lines()
             next(lines)
             serving, other = sorted(cluster.targets, key=is_idle)
@@ -281,7 +281,7 @@ def test_a_collector_that_is_away_disturbs_nobody() -> None:
     with LocalCluster(load_config(None, [*SIMULATED, f"tracing.endpoint=http://127.0.0.1:{port}"])) as cluster:
         cluster.wait_ready(READY_TIMEOUT_SECONDS)
         body = {"prompt": "a b c", "max_tokens": 20, "seed": 3}
-        answers = [httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60) for _ in range(20)]
+        answers = [httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=WAIT_S) for _ in range(20)]
     assert {answer.status_code for answer in answers} == {200}
     assert len({answer.json()["choices"][0]["text"] for answer in answers}) == 1
 

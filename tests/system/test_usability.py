@@ -17,7 +17,7 @@ import pytest
 
 from cluster.engine.cpu_kernels import has_kernels
 from services.launch.local import free_ports
-from tests.waiting import eventually
+from tests.waiting import WAIT_S, eventually
 
 
 @contextmanager
@@ -32,12 +32,12 @@ def served(folder: Path, *arguments: str, **environment: str) -> Iterator[tuple[
             env=os.environ | {"TMPDIR": str(folder)} | environment,
         )
     try:
-        assert eventually(lambda: "Metrics:" in log.read_text() or process.poll() is not None, timeout_s=120)
+        assert eventually(lambda: "Metrics:" in log.read_text() or process.poll() is not None, timeout_s=WAIT_S)
         assert process.poll() is None, log.read_text()
         yield process, log
     finally:
         process.terminate()
-        process.wait(60)
+        process.wait(WAIT_S)
 
 
 def assert_no_warning(log: Path) -> None:
@@ -78,7 +78,7 @@ def test_a_normal_start_warns_of_nothing_says_where_all_is_and_leaves_nothing_ru
         for url, _ in urls:
             assert "# HELP" in httpx.get(url, trust_env=False).text
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0
+        assert process.wait(WAIT_S) == 0
         assert pids_of(tmp_path) == []
     assert_no_warning(log)
     assert list(tmp_path.glob("outrider-*")) == []
@@ -130,8 +130,8 @@ def test_a_killed_launcher_leaves_no_process_and_the_next_one_no_folder(tmp_path
     with served(tmp_path, "--port", "0", "--draft.placement", "pool") as (process, _):
         assert len(pids_of(tmp_path)) == 4
         os.kill(process.pid, signal.SIGKILL)
-        process.wait(60)
-        assert eventually(lambda: pids_of(tmp_path) == [], timeout_s=30)
+        process.wait(WAIT_S)
+        assert eventually(lambda: pids_of(tmp_path) == [], timeout_s=WAIT_S)
     assert len(list(tmp_path.glob("outrider-serve-*"))) == 1
     with served(tmp_path, "--port", "0", "--draft.placement", "pool"):
         assert len(list(tmp_path.glob("outrider-serve-*"))) == 1  # its own

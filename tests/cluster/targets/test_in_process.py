@@ -22,7 +22,7 @@ from cluster.targets.base import GenerationRequest
 from cluster.targets.in_process import InProcessPool
 from cluster.wire.messages import Advance, Open, SpeculateReply, SpeculateRequest
 from tests.background_loop import BackgroundLoop
-from tests.waiting import wait_until
+from tests.waiting import WAIT_S, wait_until
 
 from .loopback import OTHER_SEED, TARGET_SEED, LoopbackTarget
 from .requests import MIXED, acceptance, mixed_requests, new_request
@@ -232,7 +232,7 @@ class TestInTurn:
         pool = new_pool()
         self.opened(pool)
         assert pool.poll() == []  # nobody waits
-        (happened,) = pool.poll(timeout=60.0)
+        (happened,) = pool.poll(timeout=WAIT_S)
         assert isinstance(happened.event, SpeculateReply)
         assert len(happened.event.proposals[1].token_ids) == 4
         values = {reading.name: reading.value for reading in pool.readings() if not reading.labels}
@@ -272,7 +272,7 @@ class TestInTurn:
     def test_what_is_closed_is_freed_at_once(self, new_pool: Callable[..., InProcessPool]) -> None:
         pool = new_pool()
         self.opened(pool)
-        (happened,) = pool.poll(timeout=60.0)
+        (happened,) = pool.poll(timeout=WAIT_S)
 
         def num_used_blocks() -> float:
             return next(r.value for r in pool.readings() if r.name == "outrider_draft_kv_blocks_used")
@@ -294,7 +294,7 @@ def test_in_turn_it_computes_with_as_many_threads_as_it_is_told(new_runner: NewR
     drafter = Drafter(new_runner(8, 128, seed=TARGET_SEED), StepLimits(256, 8, 64))
     pool = InProcessPool(drafter, "tiny", SpeculationConfig(max_run_ahead=0), num_threads=before + 1)
     TestInTurn().opened(pool)
-    pool.poll(timeout=60.0)
+    pool.poll(timeout=WAIT_S)
     assert computed_with == [before + 1] * 4
     assert torch.get_num_threads() == before
 

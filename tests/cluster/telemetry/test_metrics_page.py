@@ -15,14 +15,14 @@ from cluster.telemetry import metrics_page
 from cluster.telemetry.metrics_page import PageGuard, serve_metrics
 from cluster.transport.listening import Listener
 from tests.certificates import Certs
-from tests.waiting import eventually, wait_until
+from tests.waiting import WAIT_S, eventually, wait_until
 
 HALF_A_REQUEST = b"GET /metrics HTTP/1.1\r\nHost: x\r\nX-A: "
 
 
 def answers(port: int) -> bool:
     try:
-        return httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=60).status_code == 200
+        return httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=WAIT_S).status_code == 200
     except httpx.TransportError:
         return False
 
@@ -33,7 +33,7 @@ def test_half_sent_requests_take_few_threads_and_end(monkeypatch: pytest.MonkeyP
     num_threads = threading.active_count()
     with ExitStack() as stack:
         for _ in range(50):
-            connection = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=WAIT_S))
             connection.sendall(HALF_A_REQUEST)
         assert not answers(port)
         assert threading.active_count() <= num_threads + 2 * 16  # a connection has a thread and a timer
@@ -43,7 +43,7 @@ def test_half_sent_requests_take_few_threads_and_end(monkeypatch: pytest.MonkeyP
 def test_a_request_that_comes_byte_by_byte_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics_page, "_CONNECTION_SECONDS", 0.3)
     port = serve_metrics(CollectorRegistry(), "127.0.0.1", 0)
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) as connection:
 
         def is_open() -> bool:
             try:
@@ -67,7 +67,7 @@ def test_a_tls_connection_ends_in_time_too(
     context = certs.context("router")
     context.check_hostname = False
     for wrap in (False, True):  # no handshake; half a request after it
-        with socket.create_connection(("127.0.0.1", port), timeout=60) as plain:
+        with socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) as plain:
             connection = context.wrap_socket(plain) if wrap else plain
             if wrap:
                 connection.sendall(HALF_A_REQUEST)

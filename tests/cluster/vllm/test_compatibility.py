@@ -14,6 +14,7 @@ import pytest
 from cluster.errors import ConfigurationError
 from cluster.vllm import compatibility
 from cluster.vllm.compatibility import Internal
+from tests.waiting import WAIT_S
 
 
 def _installed() -> Path:
@@ -29,7 +30,7 @@ INSTALLED = _installed()
 def test_installed_vllm_is_as_expected() -> None:
     """In a process of its own, as vLLM changes the one that imports it."""
     program = "from cluster.vllm.compatibility import *; check(ALL)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=WAIT_S)
     assert done.returncode == 0, done.stderr
 
 

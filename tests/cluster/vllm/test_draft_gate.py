@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cluster.vllm.draft_gate import BoundStep, DraftGate, DraftReader
+from tests.waiting import WAIT_S
 
 CPU = torch.device("cpu")
 
@@ -26,7 +27,7 @@ def test_a_step_waits_for_its_drafts(gate: DraftGate) -> None:
     waiting.join(0.05)
     assert waiting.is_alive()
     assert gate.open(step, [[5, 6, 7], [8], []])
-    waiting.join(10.0)
+    waiting.join(WAIT_S)
     assert found == [[[5, 6, 7], [8, 8, 8], [0, 0, 0]]]  # rows are filled up
 
 

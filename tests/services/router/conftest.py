@@ -34,7 +34,7 @@ from services.router.app import create_app
 from services.router.http.connections import Connections
 from services.router.http.server import HttpServer
 from tests.background_loop import BackgroundLoop
-from tests.waiting import wait_until
+from tests.waiting import WAIT_S, wait_until
 
 from .chat_model import HERMES_TEMPLATE, MARKERS, Model
 
@@ -338,7 +338,7 @@ def running_router(
     wait_until(lambda: server.started or serving.done())
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     # verify=False: reading the certificates, which nothing here needs, takes longer than most tests.
-    with httpx.Client(base_url=url, timeout=10, verify=False) as client:
+    with httpx.Client(base_url=url, timeout=WAIT_S, verify=False) as client:
         yield Router(url, client, model_folder.name)
     server.should_exit = True
     background.let_end(serving)

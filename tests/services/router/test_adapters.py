@@ -24,7 +24,7 @@ from services.router.operators.switch import SpeculationSwitch
 from services.router.targets.replicas import ReplicaPool
 from tests.services.router.test_completions import metric
 from tests.services.router.test_failover import moved, settle
-from tests.waiting import wait_until
+from tests.waiting import WAIT_S, wait_until
 
 ONE, OTHER = "1" * 64, "2" * 64
 
@@ -177,7 +177,7 @@ def admin(background, new_target, tokenizer) -> Iterator[tuple[str, list]]:
 
 @contextlib.contextmanager
 def calling(address: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=f"http://{address}", timeout=10) as client:
+    with httpx.Client(base_url=f"http://{address}", timeout=WAIT_S) as client:
         yield client
 
 

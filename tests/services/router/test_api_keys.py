@@ -32,7 +32,7 @@ from services.router.operators.switch import SpeculationSwitch
 from services.router.targets.retry_after import RetryAfter
 from tests.clock import Clock
 from tests.services.router.conftest import Router
-from tests.waiting import wait_until
+from tests.waiting import WAIT_S, wait_until
 
 ALICE, BOB = "sk-alice-0123456789abcdef", "sk-bob-0123456789abcdef"
 SCRAPER = "scrape-0123456789abcdef"
@@ -237,7 +237,7 @@ def test_the_official_client(keyed: Router) -> None:
 def test_nothing_of_the_body_is_read_before_the_key(keyed: Router) -> None:
     """The answer comes although what was announced is never sent."""
     host, port = keyed.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=5) as connection:
+    with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:
         head = b"POST /v1/completions HTTP/1.1", b"host: x", b"content-type: application/json", b"content-length: 99999"
         connection.sendall(b"\r\n".join(head) + b"\r\n\r\n{")
         assert connection.recv(4096).startswith(b"HTTP/1.1 401 ")
@@ -525,7 +525,7 @@ def test_a_denied_request_is_one_line(keyed: Router, caplog) -> None:
 )
 def test_headers_and_paths_forge_no_line(keyed: Router, head: bytes, caplog) -> None:
     host, port = keyed.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=5) as connection:
+    with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:
         connection.sendall(head)
         status = connection.recv(4096).split()[1]
     assert status in (b"400", b"401")  # 400: the server does not take such a header
@@ -609,6 +609,6 @@ def test_a_door_that_is_open_to_all_is_warned_of(settings: dict[str, str], warne
 
 
 def test_a_head_request_tells_no_more(keyed: Router) -> None:
-    connection = http.client.HTTPConnection(keyed.url.removeprefix("http://"), timeout=5)
+    connection = http.client.HTTPConnection(keyed.url.removeprefix("http://"), timeout=WAIT_S)
     connection.request("HEAD", "/v1/models")
     assert connection.getresponse().status == 401

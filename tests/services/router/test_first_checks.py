@@ -19,6 +19,7 @@ from cluster.config import Config
 from services.router.access.caller import caller_of
 from services.router.app import create_app
 from services.router.operators.admin import create_admin_app
+from tests.waiting import WAIT_S
 
 from .conftest import Router
 
@@ -149,7 +150,7 @@ def test_every_request_that_generates_is_admitted_first(new_apps) -> None:
 @pytest.mark.parametrize("path", ["/metrics%0A", "/v1/completions%0A", "/health%0a", "/v1/models/a%0Db"])
 def test_a_path_with_a_control_character_is_400(router: Router, path: str) -> None:
     host, port = router.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=5) as connection:
+    with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:
         # The body never comes: its deadline does not matter.
         connection.sendall(f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 9\r\n\r\n".encode())
         answer = connection.makefile("rb").read()

@@ -16,6 +16,7 @@ from services.router.access.gate import Credentials
 from services.router.metrics import RouterMetrics
 from services.router.operators.admin import create_admin_app
 from services.router.operators.switch import SpeculationSwitch
+from tests.waiting import WAIT_S
 
 from .conftest import Router
 
@@ -79,7 +80,7 @@ def test_a_name_of_this_machine_is_accepted(shared_router: Router, host: str) ->
 def test_one_foreign_name_of_two_is_enough(shared_router: Router) -> None:
     address, port = shared_router.url.removeprefix("http://").split(":")
     for hosts in ("Host: localhost\r\nHost: evil.example", "Host: evil.example\r\nHost: localhost"):
-        with socket.create_connection((address, int(port)), timeout=60) as connection:
+        with socket.create_connection((address, int(port)), timeout=WAIT_S) as connection:
             connection.sendall(f"GET /version HTTP/1.1\r\n{hosts}\r\n\r\n".encode())
             assert connection.recv(12) == b"HTTP/1.1 403"
 

@@ -11,7 +11,7 @@ import pytest
 from cluster.errors import UnavailableError
 from protos.speculation.v1 import target_pb2
 from services.router.targets.replicas import Replica
-from tests.waiting import wait_until
+from tests.waiting import WAIT_S, wait_until
 
 
 async def answer(replica: Replica, choice_index: int = 0) -> list[int]:
@@ -133,13 +133,13 @@ def test_requests_are_spread_over_the_replicas(new_target, new_router):
             pieces = response.iter_raw()  # forgetting it would close the stream
             next(pieces)
             held.release()
-            release.wait(10)
+            release.wait(WAIT_S)
 
     held = threading.Semaphore(0)
     threads = [threading.Thread(target=hold) for _ in range(4)]
     for thread in threads:
         thread.start()
-        assert held.acquire(timeout=5)
+        assert held.acquire(timeout=WAIT_S)
     assert [len(target.requests) for target in targets] == [2, 2]
     release.set()
     for thread in threads:

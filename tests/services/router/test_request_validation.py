@@ -11,6 +11,8 @@ import re
 
 import pytest
 
+from tests.waiting import WAIT_S
+
 from .conftest import MAX_MODEL_LEN, MAX_SPECULATIVE_TOKENS, Router
 
 BAD_SCHEMAS = [
@@ -354,7 +356,7 @@ def test_a_body_over_the_limit_without_a_length_is_413(shared_router):
 
 
 def test_an_announced_length_over_the_limit_is_413_before_the_body(shared_router):
-    connection = http.client.HTTPConnection(shared_router.url.removeprefix("http://"), timeout=5)
+    connection = http.client.HTTPConnection(shared_router.url.removeprefix("http://"), timeout=WAIT_S)
     connection.putrequest("POST", "/v1/completions")
     connection.putheader("content-type", "application/json")
     connection.putheader("content-length", "1000000000")

@@ -217,7 +217,7 @@ def test_probes_notice_before_the_port_closes(model_folder, target):
         assert client.get("/ping").status_code == 503
         assert client.get("/health/live").status_code == 200
         assert client.post("/v1/completions", json={"prompt": [70], "max_tokens": 2}).status_code == 200
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=WAIT_S) == 0
         with pytest.raises(httpx.ConnectError):
             client.get("/health")
 
@@ -227,7 +227,7 @@ def test_a_second_signal_ends_the_notice(model_folder, target):
         os.kill(process.pid, signal.SIGTERM)
         wait_until(lambda: client.get("/health").status_code == 503)
         os.kill(process.pid, signal.SIGTERM)
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=WAIT_S) == 0
 
 
 def test_who_watches_the_page_keeps_it_from_no_end(model_folder, target):
@@ -237,7 +237,7 @@ def test_who_watches_the_page_keeps_it_from_no_end(model_folder, target):
             assert next(lines) == "event: hello"
             os.kill(process.pid, signal.SIGTERM)
             assert ": the router is stopping" in list(lines)
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=WAIT_S) == 0
 
 
 def test_operators_have_an_address_of_their_own(model_folder, target):
@@ -249,7 +249,7 @@ def test_operators_have_an_address_of_their_own(model_folder, target):
             assert client.post("/v1/completions", json={"prompt": [70], "max_tokens": 2}).status_code == 200
             assert target.requests[-1].num_speculative_tokens == 0
         os.kill(process.pid, signal.SIGTERM)
-        assert process.wait(timeout=10) == 0
+        assert process.wait(timeout=WAIT_S) == 0
 
 
 def test_half_a_call_of_an_operator_keeps_nobody_from_ending(model_folder, target):
@@ -266,4 +266,4 @@ def test_half_a_call_of_an_operator_keeps_nobody_from_ending(model_folder, targe
     ):
         unfinished.sendall(b"\r\n".join(head) + b"\r\n\r\n{")
         os.kill(process.pid, signal.SIGTERM)
-        assert process.wait(timeout=15) == 0
+        assert process.wait(timeout=WAIT_S) == 0

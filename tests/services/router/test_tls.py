@@ -21,7 +21,7 @@ from services.router.http.certificate import HttpsCertificate
 from tests.certificates import Certs
 from tests.services.router.conftest import ScriptedTarget
 from tests.services.router.test_router_program import program
-from tests.waiting import wait_until
+from tests.waiting import WAIT_S, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def test_clients_are_answered_over_https_and_in_plaintext_not_at_all(model_folde
             body = {"prompt": [70], "max_tokens": 3, "stream": True}
             assert client.post("/v1/completions", json=body).text.endswith("data: [DONE]\n\n")
         for address in (url.removeprefix("https://"), f"127.0.0.1:{port}"):
-            plain = http.client.HTTPConnection(address, timeout=5)
+            plain = http.client.HTTPConnection(address, timeout=WAIT_S)
             plain.request("GET", "/health")
             with pytest.raises((http.client.HTTPException, OSError)):
                 plain.getresponse()

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.services.router.chat_model import Model, call_of
+from tests.waiting import WAIT_S
 
 from .conftest import install_npm_package
 
@@ -108,7 +109,7 @@ def test_an_agent_runs_a_command_sees_a_picture_and_calls_one_of_200_tools(
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=WAIT_S,
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == DONE

@@ -20,7 +20,7 @@ import pytest
 from services.launch.local import free_ports
 from services.router.http import streaming
 from tests.services.router.chat_model import USER, Model
-from tests.waiting import wait_until
+from tests.waiting import WAIT_S, wait_until
 
 PAGE = Path(__file__).parents[3] / "docs" / "OPERATING.md"
 PATIENCE_SECONDS, SILENCE_SECONDS = 3, 4  # of the gateway in these tests, and of the target
@@ -138,7 +138,7 @@ def test_a_gateway_passes_everything_on(
     monkeypatch.setattr(streaming, "FIRST_COMMENT_S", 0.2)
     monkeypatch.setattr(streaming, "COMMENT_S", 0.2)
     model = new_model(max_model_len=4_000_000)
-    with gateway(model, tmp_path, free_ports(1)[0]) as url, httpx.Client(base_url=url, timeout=30) as client:
+    with gateway(model, tmp_path, free_ports(1)[0]) as url, httpx.Client(base_url=url, timeout=WAIT_S) as client:
         body = {"messages": [USER], "max_tokens": 4, "seed": 1}
         direct = model.router.chat(**body).json()["choices"]
         assert client.post("/v1/chat/completions", json=body).json()["choices"] == direct

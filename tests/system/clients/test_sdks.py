@@ -11,6 +11,7 @@ import pytest
 
 from tests.services.router.chat_model import Model, call_of
 from tests.soak import length
+from tests.waiting import WAIT_S
 
 from .conftest import install_npm_package, missing
 
@@ -47,7 +48,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_tool_and_a_typed_answer(python: Path, model: Model, library: str, said: tuple[str, ...], text: str) -> None:
     model.will_say(*said)
     command = [str(python), str(SCRIPT), library, model.router.url]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout.splitlines()[-1]) == {"text": text, "typed": TYPED}
 

@@ -16,7 +16,7 @@ import pytest
 
 from services.launch.local import free_ports
 from tests.system.conftest import READY_TIMEOUT_SECONDS
-from tests.waiting import eventually
+from tests.waiting import WAIT_S, eventually
 
 CONFIG = Path(__file__).parents[3] / "configs" / "ray-local.yaml"
 END_SECONDS = 120
@@ -98,7 +98,7 @@ REQUEST = {"prompt": "def main(", "max_tokens": 48, "temperature": 0.7, "seed": 
 def answer(launcher: Launcher, k: int) -> tuple[list[int], int]:
     """Its tokens, and how many of them were drafted."""
     body = REQUEST | {"num_speculative_tokens": k, "return_token_ids": True, "return_speculation_stats": True}
-    response = httpx.post(f"{launcher.url}/v1/completions", json=body, timeout=120)
+    response = httpx.post(f"{launcher.url}/v1/completions", json=body, timeout=WAIT_S)
     assert response.status_code == 200, response.text
     (choice,) = response.json()["choices"]
     return choice["token_ids"], choice["speculation"]["num_accepted_tokens"]

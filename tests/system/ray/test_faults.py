@@ -8,7 +8,7 @@ import pytest
 from bench.fault_load import Answers, Question, under_load
 from bench.fault_ray import FAULTS, RayFaultCluster, measure_fault, programs
 from tests.soak import length, only_in_soak
-from tests.waiting import eventually
+from tests.waiting import WAIT_S, eventually
 
 MENDED_SECONDS = 300.0
 # What only a cluster of several nodes has. Other tests kill and freeze single programs, roll, and scale the drafts.
@@ -32,7 +32,8 @@ def test_serves_proxy_passes_requests_through(
 ) -> None:
     body = questions[0].body | {"stream": is_streamed, "max_tokens": 8}
     answers = [
-        httpx.post(f"{url}/v1/completions", json=body, timeout=60) for url in (cluster.urls[0], cluster.nodes.proxy_url)
+        httpx.post(f"{url}/v1/completions", json=body, timeout=WAIT_S)
+        for url in (cluster.urls[0], cluster.nodes.proxy_url)
     ]
     direct, proxied = (_token_ids(answer, is_streamed) for answer in answers)
     assert len(direct) == 8
@@ -43,7 +44,7 @@ def test_serves_proxy_passes_requests_through(
 
 def test_serves_proxy_passes_errors_through(cluster: RayFaultCluster) -> None:
     for url in (cluster.urls[0], cluster.nodes.proxy_url):
-        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "a", "temperature": -1}, timeout=60)
+        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "a", "temperature": -1}, timeout=WAIT_S)
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == "temperature"
 

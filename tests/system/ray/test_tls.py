@@ -11,7 +11,7 @@ from services.launch.local import free_ports
 from tests.certificates import Certs
 from tests.soak import only_in_soak
 from tests.system.ray.launched import SIMULATED, end_and_check, launched
-from tests.waiting import eventually
+from tests.waiting import WAIT_S, eventually
 
 KEY = "sk-alice-0123456789abcdef"
 BODY = {"prompt": "x", "seed": 5, "max_tokens": 20}
@@ -37,7 +37,7 @@ def test_a_cluster_with_certificates_and_keys(folder: Path, tmp_path: Path) -> N
         assert "Outrider is ready at https://" in launcher.said
         headers = {"authorization": f"Bearer {KEY}"}
         url = launcher.url.replace("http://", "https://")
-        with httpx.Client(verify=certs.context(), headers=headers, timeout=60) as client:
+        with httpx.Client(verify=certs.context(), headers=headers, timeout=WAIT_S) as client:
 
             def target() -> dict[str, Any]:
                 (entry,) = client.get(f"{url}/health").json()["targets"]

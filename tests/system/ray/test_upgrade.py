@@ -12,6 +12,7 @@ from bench.fault_ray import RayFaultCluster
 from cluster.simulated_engines.tokens import token_at
 from cluster.speculation.noise import NoiseKey
 from tests.soak import only_in_soak
+from tests.waiting import WAIT_S
 
 NEW_VOCABULARY = 4090  # a simulated token depends on its size
 
@@ -33,7 +34,7 @@ def test_old_and_new_never_mix_within_an_answer(
     stopping = threading.Event()
 
     def ask(index: int) -> None:
-        with httpx.Client(timeout=60) as client:
+        with httpx.Client(timeout=WAIT_S) as client:
             while not stopping.is_set():
                 body = questions[index].body | {"stream": False}
                 answer = client.post(f"{cluster.nodes.proxy_url}/v1/completions", json=body)

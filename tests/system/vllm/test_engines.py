@@ -16,7 +16,7 @@ from tests.soak import length
 from tests.system.client import Case, complete_all
 from tests.system.vllm.conftest import SETTINGS
 from tests.system.vllm.programs import ONE_THREAD, READY_S
-from tests.waiting import eventually
+from tests.waiting import WAIT_S, eventually
 
 SHORT_OF_BLOCKS = {
     "target.kv_cache_bytes": 4 * 2**20,
@@ -83,7 +83,7 @@ def test_same_tokens(name: str, cases: list[Case]) -> None:
 
 def acceptance_histogram(url: str) -> dict[int, int]:
     """Gets an answer through the `openai` client. Returns its rounds by the number of their accepted drafts."""
-    client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
+    client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=WAIT_S)
     model = client.models.list().data[0].id
     more: dict[str, Any] = {"return_speculation_stats": True, "num_speculative_tokens": 3}
     answer = client.completions.create(

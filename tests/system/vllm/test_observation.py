@@ -11,7 +11,7 @@ import grpc
 from protos.speculation.v1 import target_pb2, target_pb2_grpc
 from tests.system.client import Case, complete_all
 from tests.system.vllm.programs import Programs
-from tests.waiting import eventually
+from tests.waiting import WAIT_S, eventually
 
 K = 4
 
@@ -21,7 +21,7 @@ def observe(address: str, seen: target_pb2.Observation | None = None) -> target_
     if seen is not None:
         request = target_pb2.ObserveRequest(from_step=seen.next_step, from_answer=seen.next_answer)
     with grpc.insecure_channel(address) as channel:
-        observation: target_pb2.Observation = target_pb2_grpc.TargetStub(channel).Observe(request, timeout=10)
+        observation: target_pb2.Observation = target_pb2_grpc.TargetStub(channel).Observe(request, timeout=WAIT_S)
     return observation
 
 

@@ -21,6 +21,7 @@ from cluster.vllm.core.scheduler_rounds import CoordinatedRounds, Links
 from cluster.vllm.coupling import Coupling
 from cluster.wire.messages import Proposal, SpeculateReply, Timing
 from tests.cluster.coordination.scripted import LIMITS, VOCAB_SIZE, ScriptedLink, ScriptedPool
+from tests.waiting import WAIT_S
 
 PROMPT = [1, 2, 3]
 K = 4
@@ -220,6 +221,6 @@ def test_links_follow_a_file_of_addresses(tmp_path: Path) -> None:
     addresses = tmp_path / "drafts"
     addresses.write_text("a:1\n")
     Links(Pool, [f"file:{addresses}"])  # type: ignore[arg-type]
-    assert lists.get(timeout=10) == ["a:1"]
+    assert lists.get(timeout=WAIT_S) == ["a:1"]
     addresses.write_text("a:1\nb:2\n")
-    assert lists.get(timeout=10) == ["a:1", "b:2"]
+    assert lists.get(timeout=WAIT_S) == ["a:1", "b:2"]

@@ -25,6 +25,7 @@ from cluster.speculation.speed import (
 )
 from services.launch.local import LocalCluster
 from tests.system.conftest import READY_TIMEOUT_SECONDS
+from tests.waiting import WAIT_S
 
 SETTINGS = (
     "target.engine=simulated",
@@ -50,7 +51,7 @@ def browser() -> Iterator[Browser]:
     if program is None:
         assert "REQUIRE_BROWSER" not in os.environ, "there is no Chromium: apt-get install chromium"
         pytest.skip("there is no Chromium (apt-get install chromium)")
-    expect.set_options(timeout=30_000)  # milliseconds: a busy machine needs more than the default of 5,000
+    expect.set_options(timeout=WAIT_S * 1e3)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=list(FLAGS))
         yield browser
@@ -75,7 +76,7 @@ class Load:
         self._thread.join()
 
     def _ask(self) -> None:
-        with httpx.Client(base_url=self._url, timeout=60) as client:
+        with httpx.Client(base_url=self._url, timeout=WAIT_S) as client:
             while not self._has_to_end.is_set():
                 body = {"prompt": "class Secret:", "max_tokens": 48, "n": 3, "seed": len(self.texts)}
                 choices = client.post("/v1/completions", json=body).json()["choices"]
@@ -95,6 +96,7 @@ class Visit:
     def __init__(self, browser: Browser, url: str, scheme: str = "light", width: str = "desktop") -> None:
         size = dict(zip(("width", "height"), WIDTHS[width], strict=True))
         self._context = browser.new_context(color_scheme=scheme, viewport=size)
+        self._context.set_default_timeout(WAIT_S * 1e3)
         self.page: Page = self._context.new_page()
         self.url = url
         self.complaints: list[str] = []
@@ -171,7 +173,7 @@ def test_an_answer_is_what_the_api_gives(browser: Browser, cluster: LocalCluster
     if kind == "chat":
         path = "/v1/chat/completions"
         body["messages"] = [{"role": "user", "content": body.pop("prompt")}]
-    (choice,) = httpx.post(cluster.url + path, json=body, timeout=60).json()["choices"]
+    (choice,) = httpx.post(cluster.url + path, json=body, timeout=WAIT_S).json()["choices"]
     with Visit(browser, cluster.url) as visit:
         visit.ask(**{**PROMPT, "prompt": prompt, "kind": kind})
         assert visit.page.locator("#answer").text_content() == choice.get(

@@ -16,7 +16,7 @@ import pytest
 from cluster.config.router import RouterConfig
 from services.router.page.feed import MAX_VIEWERS
 from services.router.page.routes import STATIC
-from tests.waiting import wait_until
+from tests.waiting import WAIT_S, wait_until
 
 FILES = ["/", *(f"/page/{path.name}" for path in STATIC.iterdir() if path.name != "index.html")]
 SECRET = "the lazy fox jumps over a quick dog"
@@ -25,7 +25,7 @@ SECRET = "the lazy fox jumps over a quick dog"
 def events_until(url: str, name: str, found: list[Any], headers: dict[str, str] | None = None) -> str:
     """All that the feed says up to the event `name`, whose data are appended to `found`."""
     text = ""
-    with httpx.stream("GET", url + "/page/events", timeout=20, headers=headers, verify=False) as response:
+    with httpx.stream("GET", url + "/page/events", timeout=WAIT_S, headers=headers, verify=False) as response:
         assert response.status_code == 200, response.read()
         assert response.headers["content-type"].startswith("text/event-stream")
         for line in response.iter_lines():
@@ -98,7 +98,7 @@ def test_the_feed_ends_with_its_key(new_router, target, tmp_path):
 
     def watch(name: str) -> None:
         headers = {"authorization": f"Bearer {name}"}
-        with httpx.stream("GET", router.url + "/page/events", timeout=20, headers=headers) as response:
+        with httpx.stream("GET", router.url + "/page/events", timeout=WAIT_S, headers=headers) as response:
             for _ in response.iter_lines():
                 begun[name].set()
                 if is_over.is_set():
@@ -108,13 +108,13 @@ def test_the_feed_ends_with_its_key(new_router, target, tmp_path):
     watching = {name: threading.Thread(target=watch, args=(name,)) for name in begun}
     for name, thread in watching.items():
         thread.start()
-        assert begun[name].wait(20)
+        assert begun[name].wait(WAIT_S)
     keys.write_text(f"you:{other}\n")
-    watching[key].join(20)
+    watching[key].join(WAIT_S)
     assert not watching[key].is_alive()
     assert watching[other].is_alive()
     is_over.set()
-    watching[other].join(20)
+    watching[other].join(WAIT_S)
     assert router.client.get("/page/events", headers={"authorization": f"Bearer {key}"}).status_code == 401
 
 
@@ -149,7 +149,7 @@ def test_a_target_of_an_older_version_is_shown_without_its_steps(target, router)
 
 
 def test_viewers_beyond_the_bound_are_told_to_come_later(router):
-    with httpx.Client(base_url=router.url, timeout=10, verify=False) as client:
+    with httpx.Client(base_url=router.url, timeout=WAIT_S, verify=False) as client:
         streams = [client.stream("GET", "/page/events") for _ in range(MAX_VIEWERS)]
         lines = [stream.__enter__().iter_lines() for stream in streams]
         assert all(next(line) == "event: hello" for line in lines)
