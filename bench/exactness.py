@@ -29,7 +29,12 @@ from services.launch.local import LocalCluster
 READY_TIMEOUT_SECONDS = 120
 MAX_TOKENS = 250
 TEMPERATURES = (0.0, 0.7, 1.0)
-OTHER_CUT = ("draft.drafter=ngram", "target.block_size=48", "target.max_num_batched_tokens=80")
+OTHER_CUT = (
+    "draft.drafter=ngram",
+    "draft.context_tokens=auto",
+    "target.block_size=48",
+    "target.max_num_batched_tokens=80",
+)
 OUT = Path("bench/results/exactness.json")
 
 Row = dict[str, object]

@@ -28,7 +28,9 @@ class TensorReader:
         """`takes_pickle`: as in `weight_map`."""
         self._folder, self.dtype, self.device = folder, dtype, device
         self._shards: dict[str, Any] = {}
-        self._file_of = weight_map(folder, takes_pickle=takes_pickle)
+        # A multimodal checkpoint has its text model's tensors at language_model.model or model.language_model.
+        files = weight_map(folder, takes_pickle=takes_pickle)
+        self._stored_as = {name.replace("language_model.", ""): (file, name) for name, file in files.items()}
         self._has_warned = False
 
     def read(self, parts: Sequence[tuple[str, int]], *inner: int) -> torch.Tensor:
@@ -53,7 +55,7 @@ class TensorReader:
 
     def find(self, *names: str) -> str | None:
         """Returns the first of `names` for which the folder has a tensor; None if there is no such tensor."""
-        return next((name for name in names if name in self._file_of), None)
+        return next((name for name in names if name in self._stored_as), None)
 
     def read_raw(self, name: str, *shape: int, dtypes: Sequence[torch.dtype] = ()) -> torch.Tensor:
         """Returns the tensor `name` in its own dtype, on the reader's device; without `shape`, in any shape.
@@ -70,12 +72,12 @@ class TensorReader:
         return self._mapped(name, size).to(torch.int64)
 
     def _mapped(self, name: str, *shape: int) -> torch.Tensor:
-        file = self._file_of.get(name)
-        if file is None:
+        if name not in self._stored_as:
             raise ConfigurationError(f"{self._folder} has no weight named {name!r}")
+        file, stored_as = self._stored_as[name]
         if file not in self._shards:
             self._shards[file] = _open_shard(self._folder / file)
-        tensor: torch.Tensor = self._shards[file].get_tensor(name)
+        tensor: torch.Tensor = self._shards[file].get_tensor(stored_as)
         if shape and tuple(tensor.shape) != shape:
             raise ConfigurationError(
                 f"{self._folder}: {name!r} has shape {tuple(tensor.shape)}, config.json implies {shape}"

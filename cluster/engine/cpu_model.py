@@ -29,7 +29,7 @@ class CpuModel(Model):
 
     def __init__(self, config: ModelConfig, weights: ModelWeights, kv_cache: KVCache) -> None:
         super().__init__(config, weights, kv_cache)
-        self._cos, self._sin = (table.contiguous() for table in rotary_table(config))
+        self._angles = [rotary_table(config, layer) for layer in range(config.num_layers)]
         self._layers = torch.tensor(
             [self._layer_row(index, layer) for index, layer in enumerate(weights.layers)], dtype=torch.int64
         )
@@ -76,7 +76,8 @@ class CpuModel(Model):
         return [
             0 if layer.input_norm is None else layer.input_norm.data_ptr(),
             layer.post_attention_norm.data_ptr(),
-            0 if layer.qk_norm is None else layer.qk_norm.data_ptr(),
+            *(0 if norm is None else norm.data_ptr() for norm in (layer.output_norm, layer.down_norm, layer.qk_norm)),
+            *(table.data_ptr() for table in self._angles[index]),
             *(number for linear in layer.linears for number in _weight_of(linear)),
             self._kv_cache.keys[index].data_ptr(),
             self._kv_cache.values[index].data_ptr(),
@@ -89,8 +90,6 @@ class CpuModel(Model):
         return [
             self._layers.data_ptr(),
             weights.embedding.data_ptr(),
-            self._cos.data_ptr(),
-            self._sin.data_ptr(),
             0 if weights.norm is None else weights.norm.data_ptr(),
             *_weight_of(weights.head),
             0 if states is None else states.data_ptr(),
@@ -104,6 +103,7 @@ class CpuModel(Model):
             config.head_dim,
             self._kv_cache.block_size,
             int(self.dtype == torch.bfloat16),
+            int(config.has_gelu),
         ]
 
 

@@ -171,6 +171,8 @@ class WeightReader:
             progress(1 + len(layers), num_parts)
         norm = self.norm("model.norm") if ends is None else ends.norm
         head = self._head(embedding) if ends is None else ends.head
+        if ends is None and self._config.embedding_scale != 1:
+            embedding = embedding * torch.tensor(self._config.embedding_scale, dtype=embedding.dtype)
         progress(num_parts, num_parts)
         return ModelWeights(embedding, tuple(layers), norm, head)
 
@@ -191,45 +193,82 @@ class WeightReader:
         """Returns the layer whose weights' names begin with `layer`; `attention_inputs`: in_features of its qkv."""
         config, hidden, intermediate = self._config, self._config.hidden_size, self._config.intermediate_size
         attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
+        qkv = [(f"{attention}.{name}_proj", size) for name, size in zip("qkv", config.qkv_sizes, strict=True)]
+        gate_up = [(f"{mlp}.{name}_proj", intermediate) for name in ("gate", "up")]
+        if config.has_fused_projections:
+            qkv, gate_up = (
+                [(f"{attention}.qkv_proj", sum(config.qkv_sizes))],
+                [(f"{mlp}.gate_up_proj", 2 * intermediate)],
+            )
+        before_mlp, output_norm, down_norm = f"{layer}.post_attention_layernorm", None, None
+        if config.has_norms_after:
+            before_mlp, output_norm = f"{layer}.pre_feedforward_layernorm", self.norm(before_mlp)
+            down_norm = self.norm(f"{layer}.post_feedforward_layernorm")
         return LayerWeights(
             input_norm=input_norm,
             qkv=self.linear(
-                (f"{attention}.q_proj", config.q_size),
-                (f"{attention}.k_proj", config.kv_size),
-                (f"{attention}.v_proj", config.kv_size),
-                in_features=attention_inputs,
-                has_bias=config.has_qkv_bias,
+                *qkv, in_features=attention_inputs, has_bias=config.has_qkv_bias, order=self._order_of_heads()
             ),
             qk_norm=self._qk_norm(attention),
             output=self.linear(
                 (f"{attention}.o_proj", hidden), in_features=config.q_size, has_bias=config.has_output_bias
             ),
-            post_attention_norm=self.norm(f"{layer}.post_attention_layernorm"),
-            gate_up=self.linear(
-                (f"{mlp}.gate_proj", intermediate),
-                (f"{mlp}.up_proj", intermediate),
-                in_features=hidden,
-                has_bias=config.has_mlp_bias,
-            ),
+            post_attention_norm=self.norm(before_mlp),
+            gate_up=self.linear(*gate_up, in_features=hidden, has_bias=config.has_mlp_bias),
             down=self.linear((f"{mlp}.down_proj", hidden), in_features=intermediate, has_bias=config.has_mlp_bias),
+            output_norm=output_norm,
+            down_norm=down_norm,
         )
 
-    def linear(self, *parts: tuple[str, int], in_features: int, has_bias: bool) -> Linear:
-        """Returns a single product for several projections of the same input; their weights are stacked by rows."""
+    def _order_of_heads(self) -> torch.Tensor | None:
+        """Returns the order of qkv's outputs in which the kernels rotate them; None: that of the checkpoint.
+
+        A kernel rotates dimension i of a head with dimension i + head_dim / 2. Where only the first r are rotated, i
+        with i + r / 2, these are moved to the beginnings of the halves. Products of queries and keys stay the same.
+        """
+        order = self._order_of_dims()
+        if order is None:
+            return None
+        num_rotated = self._config.num_heads + self._config.num_kv_heads
+        starts = torch.arange(0, num_rotated * len(order), len(order))[:, None]
+        values = torch.arange(num_rotated * len(order), sum(self._config.qkv_sizes))
+        return torch.cat([(starts + order).flatten(), values])
+
+    def _order_of_dims(self) -> torch.Tensor | None:
+        size, num_rotated = self._config.head_dim, self._config.rope.num_rotated(self._config.head_dim)
+        if num_rotated == size:
+            return None
+        half = num_rotated // 2
+        first, second, others = torch.split(torch.arange(size), [half, half, size - num_rotated])
+        early, late = others.chunk(2)
+        return torch.cat([first, early, second, late])
+
+    def linear(
+        self, *parts: tuple[str, int], in_features: int, has_bias: bool, order: torch.Tensor | None = None
+    ) -> Linear:
+        """Returns a single product for several projections of the same input; their weights are stacked by rows.
+
+        `order`: of the rows, which the checkpoint has in another order; None: it has the same.
+        """
         stored = self._config.stored_format
         weight: torch.Tensor | QuantizedWeight
         if stored is None:
             weight = self._tensors.read([(f"{name}.weight", out) for name, out in parts], in_features)
         else:
             weight = stack_outputs([read_stored(stored, self._tensors, name, out, in_features) for name, out in parts])
+        bias = self._tensors.read([(f"{name}.bias", out) for name, out in parts]) if has_bias else None
+        if order is not None:
+            weight, bias = weight[order], None if bias is None else bias[order]
         if self._quantization is not None:
             weight = quantize(to_floats(weight), self._quantization)
-        bias = self._tensors.read([(f"{name}.bias", out) for name, out in parts]) if has_bias else None
         return self._format.make_linear(weight, bias)
 
     def norm(self, name: str, size: int | None = None) -> torch.Tensor:
         """Returns the weight of a norm over `size` values; None: `hidden_size`."""
-        return self._format.make_norm_weight(self._tensors.read([(f"{name}.weight", size or self._config.hidden_size)]))
+        return self._norm_weight(self._tensors.read([(f"{name}.weight", size or self._config.hidden_size)]))
+
+    def _norm_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        return self._format.make_norm_weight(1.0 + weight.float() if self._config.has_unit_norms else weight)
 
     def _qk_norm(self, attention: str) -> torch.Tensor | None:
         config = self._config
@@ -238,6 +277,8 @@ class WeightReader:
         query, key = (
             self._tensors.read([(f"{attention}.{name}.weight", config.head_dim)]) for name in ("q_norm", "k_norm")
         )
-        return self._format.make_norm_weight(
-            torch.cat([query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)])
-        )
+        weight = self._norm_weight(torch.cat([query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)]))
+        if config.query_scale != 1:
+            weight[: config.num_heads] *= config.query_scale
+        order = self._order_of_dims()
+        return weight if order is None else weight[:, order].contiguous()

@@ -316,5 +316,5 @@ def _dtype_of(config: ModelConfig) -> str:
 
 
 def _num_end_parameters(config: ModelConfig) -> int:
-    embeddings = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
+    embeddings = config.vocab_size * config.hidden_size * (2 if config.has_own_head else 1)
     return embeddings + config.hidden_size

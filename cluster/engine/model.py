@@ -91,28 +91,33 @@ class TorchModel(Model):
 
     def __init__(self, config: ModelConfig, weights: ModelWeights, kv_cache: KVCache) -> None:
         super().__init__(config, weights, kv_cache)
-        cos, sin = rotary_table(config)
-        # [max_position_embeddings, 1, head_dim]. A rotation multiplies the second half of a head by -sin.
-        self._cos = torch.cat([cos, cos], dim=-1)[:, None].to(weights.device, weights.dtype)
-        self._signed_sin = torch.cat([-sin, sin], dim=-1)[:, None].to(weights.device, weights.dtype)
+        self._angles = {config.rope_of(layer): self._table(layer) for layer in range(config.num_layers)}
+
+    def _table(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns cos and signed sin, [max_position_embeddings, 1, head_dim] each, by which heads are rotated."""
+        cos, sin = rotary_table(self.config, layer)
+        both = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+        cos, signed_sin = (table[:, None].to(self.device, self.dtype) for table in both)
+        return cos, signed_sin
 
     @torch.inference_mode()
     def forward(self, batch: Batch, inputs: LayerInputs | None = None) -> torch.Tensor:
         weights, kv_cache = self._weights, self._kv_cache
         attention = GatheredAttention(batch, kv_cache.block_size)
-        cos, signed_sin = self._cos[batch.positions], self._signed_sin[batch.positions]
+        angles = {rope: (cos[batch.positions], sin[batch.positions]) for rope, (cos, sin) in self._angles.items()}
         hidden = F.embedding(batch.token_ids, weights.embedding) if inputs is None else inputs.residual
         for index, layer in enumerate(weights.layers):
             self._capture(index, hidden, batch)
             qkv = layer.qkv(self._norm(hidden, layer.input_norm) if inputs is None or index else inputs.attention)
-            query, keys, values = self._rotated_heads(qkv, layer.qk_norm, cos, signed_sin)
+            query, keys, values = self._rotated_heads(qkv, layer.qk_norm, *angles[self.config.rope_of(index)])
             kv_cache.write(index, keys, values, batch.slots)
             span = self.config.attention_span(index)
             attended = attention.attend(query, kv_cache.keys[index], kv_cache.values[index], span)
-            hidden = hidden + layer.output(attended.flatten(1))
+            hidden = hidden + self._norm(layer.output(attended.flatten(1)), layer.output_norm)
 
             gate, up = layer.gate_up(self._norm(hidden, layer.post_attention_norm)).chunk(2, dim=-1)
-            hidden = hidden + layer.down(F.silu(gate) * up)
+            activated = F.gelu(gate, approximate="tanh") if self.config.has_gelu else F.silu(gate)
+            hidden = hidden + self._norm(layer.down(activated * up), layer.down_norm)
         self._capture(len(weights.layers), hidden, batch)
         if self.config.captures_end:
             self._capture(AFTER_NORM, self._norm(hidden, weights.norm), batch)
@@ -141,4 +146,4 @@ class TorchModel(Model):
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Returns the norm of each row of `x` (Zhang and Sennrich, arXiv 1910.07467), computed in float32."""
-    return weight * F.rms_norm(x.float(), (x.shape[-1],), eps=eps).to(x.dtype)
+    return (weight * F.rms_norm(x.float(), (x.shape[-1],), eps=eps).to(x.dtype)).to(x.dtype)

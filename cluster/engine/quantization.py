@@ -5,7 +5,7 @@ Every operation rounds each number once, so all processors compute the same weig
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -43,6 +43,9 @@ class QuantizedWeight:
     @property
     def group_size(self) -> int:
         return self.values.shape[1] // self.scales.shape[1]
+
+    def __getitem__(self, outputs: torch.Tensor) -> QuantizedWeight:
+        return replace(self, values=self.values[outputs], scales=self.scales[outputs])
 
     def dequantize(self) -> torch.Tensor:
         """Returns the weight, float32 [out_features, in_features]."""

@@ -12,24 +12,26 @@ from decimal import Decimal
 from functools import lru_cache
 
 import torch
+import torch.nn.functional as F
 
 from cluster.engine.cpu_kernels import kernels
 from cluster.engine.model_config import ModelConfig
-from cluster.engine.rope_config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
+from cluster.engine.rope_config import LinearScaling, Llama3Scaling, LongRopeScaling, RopeConfig, YarnScaling
 
 
-def rotary_table(config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns cos and sin of every position, [max_position_embeddings, head_dim / 2].
+def rotary_table(config: ModelConfig, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns cos and sin of every position in `layer`, [max_position_embeddings, head_dim / 2], contiguous.
 
-    Models with the same settings share the tensors.
+    Layers and models with the same settings share the tensors. Dimensions that are not rotated have angles of 0.
     """
-    return _table(config.rope, config.head_dim, config.max_position_embeddings)
+    return _table(config.rope_of(layer), config.head_dim, config.max_position_embeddings)
 
 
-@lru_cache(maxsize=2)  # a target and a draft in the same process
+@lru_cache(maxsize=4)  # two kinds of layers of a target and a draft in the same process
 def _table(rope: RopeConfig, head_dim: int, max_position_embeddings: int) -> tuple[torch.Tensor, torch.Tensor]:
     theta, scaling = rope.theta, rope.scaling
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    num_rotated = rope.num_rotated(head_dim)
+    exponents = torch.arange(0, num_rotated, 2, dtype=torch.float32) / num_rotated
     # Positions per radian of each frequency.
     periods = torch.tensor([float(Decimal(theta) ** Decimal(exponent)) for exponent in exponents.tolist()])
     frequencies = 1.0 / periods
@@ -41,9 +43,13 @@ def _table(rope: RopeConfig, head_dim: int, max_position_embeddings: int) -> tup
     elif isinstance(scaling, YarnScaling):
         frequencies = _yarn(periods, theta, scaling)
         amplitude = scaling.attention_factor
+    elif isinstance(scaling, LongRopeScaling):
+        frequencies = 1.0 / (torch.tensor(scaling.factors) * periods)
+        amplitude = scaling.attention_factor
     positions = torch.arange(max_position_embeddings, dtype=torch.float32)
     cos, sin = _cos_sin(torch.outer(positions, frequencies))
-    return cos * amplitude, sin * amplitude
+    num_kept = (head_dim - num_rotated) // 2
+    return F.pad(cos * amplitude, (0, num_kept), value=1.0), F.pad(sin * amplitude, (0, num_kept))
 
 
 def _cos_sin(angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

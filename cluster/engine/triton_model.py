@@ -46,11 +46,14 @@ class TritonModel(Model):
     def __init__(self, config: ModelConfig, weights: ModelWeights, kv_cache: KVCache) -> None:
         """`config` must be supported (see `supports`)."""
         super().__init__(config, weights, kv_cache)
-        cosines, sines = rotary_table(config)
-        self._angles = cosines.to(weights.device, weights.dtype), sines.to(weights.device, weights.dtype)
+        self._angles = {config.rope_of(layer): self._table(layer) for layer in range(config.num_layers)}
         self._graphs: StepGraphs | None = None
         self.recorder: Recorder | None = None
         "The recorder of the steps, whose memory others may share; None before."
+
+    def _table(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        cosines, sines = rotary_table(self.config, layer)
+        return cosines.to(self.device, self.dtype), sines.to(self.device, self.dtype)
 
     @property
     def block_size(self) -> int:
@@ -118,10 +121,13 @@ class TritonModel(Model):
                 assert layer.input_norm is not None
                 hidden, normed = add_and_norm(hidden, addend, layer.input_norm, eps)
             self._capture(index, hidden, batch)
-            query = rotate_and_write(layer.qkv(normed), layer.qk_norm, self._angles, batch, keys, values, eps)
+            angles = self._angles[self.config.rope_of(index)]
+            query = rotate_and_write(layer.qkv(normed), layer.qk_norm, angles, batch, keys, values, eps)
             attended = attention.attend(query, keys, values, self.config.attention_span(index))
-            hidden, normed = add_and_norm(hidden, layer.output(attended.flatten(1)), layer.post_attention_norm, eps)
-            addend = layer.down(gated(layer.gate_up(normed)))
+            addend = self._normed(layer.output(attended.flatten(1)), layer.output_norm)
+            hidden, normed = add_and_norm(hidden, addend, layer.post_attention_norm, eps)
+            activated = gated(layer.gate_up(normed), has_gelu=self.config.has_gelu)
+            addend = self._normed(layer.down(activated), layer.down_norm)
         rows, captures_end = batch.logit_rows, self.config.captures_end
         if not captures_end:
             hidden, addend = hidden[rows], None if addend is None else addend[rows]
@@ -134,6 +140,9 @@ class TritonModel(Model):
             self._capture(AFTER_NORM, normed, batch)
             normed = normed[rows]
         return weights.head(normed).float()
+
+    def _normed(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        return x if weight is None else add_and_norm(x, None, weight, self.config.rms_norm_eps)[1]
 
 
 class InvariantTritonModel(TritonModel):

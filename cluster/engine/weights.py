@@ -30,6 +30,8 @@ class LayerWeights:
     post_attention_norm: torch.Tensor  # [hidden_size]
     gate_up: Linear  # hidden_size → 2 * intermediate_size
     down: Linear  # intermediate_size → hidden_size
+    output_norm: torch.Tensor | None = None  # [hidden_size], of what `output` computes; None: it is added as it is
+    down_norm: torch.Tensor | None = None  # likewise of `down`
 
     @property
     def linears(self) -> tuple[Linear, Linear, Linear, Linear]:

@@ -29,7 +29,7 @@ def save_tiny_model(
 ) -> Path:
     """A random model with grouped-query attention, whose every weight matters to the logits.
 
-    `family` is its `model_type`: llama, mistral, qwen2, qwen3.
+    `family` is its `model_type`, such as llama.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -43,6 +43,7 @@ def save_tiny_model(
         "head_dim": 32,
         "max_position_embeddings": TINY_MAX_LEN,
         "bos_token_id": None,
+        "pad_token_id": None,
         "eos_token_id": 0,
     }
     config = AutoConfig.for_model(family, **(shape | {"tie_word_embeddings": tied} | overrides))

@@ -61,6 +61,12 @@ static void keep_logit_rows(const Model *m, const Step *s, float *x) {
         memmove(x + i * size, x + s->logit_rows[i] * size, (size_t)size * sizeof(float));
 }
 
+/* Norms what a product has computed, before it is added, if the model does so. */
+static void norm_delta(const Model *m, const Step *s, const float *weight, float *delta, int num_threads) {
+    const Norm norm = {delta, NULL, weight, delta, m->hidden_size, s->eps};
+    if (weight != NULL) portable->add_rms_norm(&norm, s->num_rows, num_threads);
+}
+
 int decode(const Model *m, const Step *s, int num_threads) {
     const int64_t n = s->num_rows, size = m->hidden_size;
     float *hidden = s->scratch + n * product_scratch_size(m), *normed = hidden + n * size, *delta = normed + n * size;
@@ -82,7 +88,7 @@ int decode(const Model *m, const Step *s, int num_threads) {
         capture(m, s, hidden, i);
         project(s, &l->qkv, attention_input, qkv, n, num_threads);
         const Rotary rotary = {
-            .qkv = qkv, .norm = l->qk_norm, .cos = m->cos, .sin = m->sin, .positions = s->positions, .slots = s->slots,
+            .qkv = qkv, .norm = l->qk_norm, .cos = l->cos, .sin = l->sin, .positions = s->positions, .slots = s->slots,
             .keys = l->keys, .values = l->values, .num_heads = m->num_heads, .num_kv_heads = m->num_kv_heads,
             .head_dim = m->head_dim, .is_bfloat16 = (int)m->is_bfloat16, .eps = s->eps,
         };
@@ -97,12 +103,14 @@ int decode(const Model *m, const Step *s, int num_threads) {
         };
         if (attention(&attend, num_threads) < 0) return -1;
         project(s, &l->output, attended, delta, n, num_threads);
+        norm_delta(m, s, l->output_norm, delta, num_threads);
         const Norm post_attention_norm = {hidden, delta, l->post_attention_norm, normed, size, s->eps};
         portable->add_rms_norm(&post_attention_norm, n, num_threads);
         project(s, &l->gate_up, normed, gate_up, n, num_threads);
-        const Gate gate = {gate_up, product, m->intermediate_size};
-        portable->silu_and_mul(&gate, n, num_threads);
+        const Gate gate = {gate_up, product, m->intermediate_size, (int)m->is_gelu};
+        portable->gate_and_multiply(&gate, n, num_threads);
         project(s, &l->down, product, delta, n, num_threads);
+        norm_delta(m, s, l->down_norm, delta, num_threads);
     }
     const Norm norm = {hidden, m->num_layers > 0 ? delta : NULL, m->norm, normed, size, s->eps};
     if (captures_end(m)) {

@@ -31,18 +31,23 @@ static void add_rms_norm_portable(const Norm *norm, int64_t num_rows, int num_th
     parallel_for(add_rms_norm_row, norm, num_rows, useful_threads(num_rows, norm->size, num_threads));
 }
 
-static TARGET void silu_and_mul_row(const void *job, int64_t row) {
+/* Gated SiLU or GELU (Shazeer, arXiv 2002.05202). GELU by tanh (Hendrycks, Gimpel, arXiv 1606.08415) is
+   x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x^3)). */
+static TARGET void gate_and_multiply_row(const void *job, int64_t row) {
     const Gate *g = job;
     const float *x = g->x + row * 2 * g->size;
     for (int64_t i = 0; i < g->size; i += LANES) {
         const Vector gate = load_first(x + i, g->size - i), up = load_first(x + g->size + i, g->size - i);
-        const Vector silu = quotient(gate, add(all(1), exp_v(negative(gate))));
-        store_first(g->y + row * g->size + i, g->size - i, multiply(silu, up));
+        Vector logit = gate;
+        if (g->is_gelu)
+            logit = multiply(all(1.5957691216f), fma_v(multiply(gate, gate), multiply(all(0.044715f), gate), gate));
+        const Vector activated = quotient(gate, add(all(1), exp_v(negative(logit))));
+        store_first(g->y + row * g->size + i, g->size - i, multiply(activated, up));
     }
 }
 
-static void silu_and_mul_portable(const Gate *gate, int64_t num_rows, int num_threads) {
-    parallel_for(silu_and_mul_row, gate, num_rows, useful_threads(num_rows, 4 * gate->size, num_threads));
+static void gate_and_multiply_portable(const Gate *gate, int64_t num_rows, int num_threads) {
+    parallel_for(gate_and_multiply_row, gate, num_rows, useful_threads(num_rows, 4 * gate->size, num_threads));
 }
 
 /* Rotary embedding by halves (Su et al., arXiv 2104.09864, equation 34) of one head. */

@@ -22,7 +22,7 @@ typedef struct {
     void (*linear)(const Linear *, int num_threads);
     void (*attention)(const struct Parts *, int num_threads);
     void (*add_rms_norm)(const Norm *, int64_t num_rows, int num_threads);
-    void (*silu_and_mul)(const Gate *, int64_t num_rows, int num_threads);
+    void (*gate_and_multiply)(const Gate *, int64_t num_rows, int num_threads);
     void (*rotate_and_store)(const Rotary *, int64_t num_rows, int num_threads);
     /* widen: from the dtype of an array to float32; narrow: back. */
     void (*widen)(const void *array, int64_t index, int64_t count, int is_bfloat16, float *to);

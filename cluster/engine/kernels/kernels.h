@@ -89,6 +89,7 @@ typedef struct {
     const float *x; /* [num_rows, 2 * size]: gate, up */
     float *y;       /* [num_rows, size] */
     int64_t size;
+    int is_gelu; /* otherwise SiLU */
 } Gate;
 
 typedef struct {
@@ -109,7 +110,8 @@ void cos_sin(const float *angles, int64_t count, float *cos, float *sin); /* all
 /* decoder.c */
 typedef struct { /* 64-bit numbers only: Python fills it as a row of a table */
     const float *input_norm, *post_attention_norm; /* [hidden_size] */
-    const float *qk_norm;                          /* as in Rotary */
+    const float *output_norm, *down_norm;          /* likewise, or NULL: what the products give is added as it is */
+    const float *qk_norm, *cos, *sin;              /* as in Rotary */
     Weight qkv, output, gate_up, down;
     void *keys, *values;
     int64_t span;
@@ -118,13 +120,12 @@ typedef struct { /* 64-bit numbers only: Python fills it as a row of a table */
 typedef struct { /* likewise */
     const Layer *layers;
     const void *embedding; /* [vocab_size, hidden_size], of the same dtype as the KV cache */
-    const float *cos, *sin;
     const float *norm; /* [hidden_size], or NULL: no norm before the output layer */
     Weight head;
     void *states;                   /* [num_slots, num_captured, hidden_size], of the same dtype as the KV cache */
     const int64_t *captured_layers; /* [num_captured]: how many layers precede a state, or AFTER_NORM */
     int64_t num_captured;
-    int64_t num_layers, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, block_size, is_bfloat16;
+    int64_t num_layers, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, block_size, is_bfloat16, is_gelu;
 } Model;
 typedef struct {
     float *logits;  /* [num_logit_rows, vocab_size] */

@@ -15,6 +15,6 @@
 #define JOINED(a, b) a##b
 #define OF_WIDTH(width) JOINED(portable_, width)
 const Portable OF_WIDTH(WIDTH) = {
-    linear_portable, attention_portable, add_rms_norm_portable, silu_and_mul_portable, rotate_and_store_portable,
+    linear_portable, attention_portable, add_rms_norm_portable, gate_and_multiply_portable, rotate_and_store_portable,
     widen_portable, narrow_portable,
 };

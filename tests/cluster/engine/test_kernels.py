@@ -200,10 +200,11 @@ class TestDecode:
     def test_normed_queries_and_keys(self, head_dim: int) -> None:
         assert_same_logits(replace(CONFIG, head_dim=head_dim), block_size=4, has_qk_norm=True)
 
+    @pytest.mark.parametrize("has_gelu", [False, True])
     @pytest.mark.parametrize("intermediate_size", [7, 130])
-    def test_biases_large_gates_and_threads(self, intermediate_size: int, num_threads: int) -> None:
+    def test_biases_large_gates_and_threads(self, intermediate_size: int, has_gelu: bool, num_threads: int) -> None:
         """Gates in the hundreds, where an exponential would overflow."""
-        config = replace(CONFIG, intermediate_size=intermediate_size)
+        config = replace(CONFIG, intermediate_size=intermediate_size, has_gelu=has_gelu)
         assert_same_logits(config, block_size=16, has_bias=True, gate_scale=300.0)
 
     @pytest.mark.parametrize(
@@ -333,7 +334,7 @@ class TestModel:
     @needs_kernels
     @pytest.mark.parametrize(
         "checkpoint",
-        ["llama 3", "mistral with a window", "qwen2 with a window in one layer", "qwen3 with biases, yarn"],
+        ["llama 3", "mistral with a window", "qwen2 with a window in one layer", "qwen3 with biases, yarn", "gemma3"],
     )
     def test_same_bits_however_the_work_is_cut_in_float32(
         self, checkpoint: str, tiny_folder: Callable[..., Path], num_threads: int

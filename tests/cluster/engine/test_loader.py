@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cluster.config.workers import WorkerConfig
+from cluster.engine.batch import Segment
 from cluster.engine.cpu_kernels import has_kernels
 from cluster.engine.loader import LoadedModel, load_model, resolve_device, resolve_dtype
 from cluster.engine.model_config import ModelConfig
@@ -100,6 +101,20 @@ class TestWeights:
         change_json(folder / "config.json", tie_word_embeddings=False)
         with pytest.raises(ConfigurationError, match=r"'lm_head\.weight'"):
             load(folder)
+
+    @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+    def test_the_text_half_of_a_multimodal_folder(self, prefix: str, folder: Path) -> None:
+        plain = load(folder)
+        text = json.loads((folder / "config.json").read_text())
+        both = {"architectures": ["SeesAndWrites"], "text_config": text, "vision_config": {}, "eos_token_id": 0}
+        (folder / "config.json").write_text(json.dumps(both))
+        tensors = {
+            name.replace("model.", prefix): tensor for name, tensor in load_file(folder / "model.safetensors").items()
+        }
+        save_file(tensors | {"vision_tower.proj.weight": torch.ones(2)}, folder / "model.safetensors")
+        segment = [Segment([5, 6, 7], 0, [0], 1)]
+        logits = [ModelRunner(model, 4, 4).run(segment).clone() for model in (plain, load(folder))]
+        assert torch.equal(*logits)
 
     def test_no_weights_at_all(self, folder: Path) -> None:
         (folder / "model.safetensors").unlink()

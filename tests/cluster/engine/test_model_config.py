@@ -11,7 +11,7 @@ import torch
 
 from cluster.engine.model_config import ModelConfig
 from cluster.engine.rope import rotary_table
-from cluster.engine.rope_config import Llama3Scaling, RopeConfig, YarnScaling
+from cluster.engine.rope_config import LinearScaling, Llama3Scaling, LongRopeScaling, RopeConfig, YarnScaling
 from cluster.errors import ConfigurationError
 
 from .checkpoints import LLAMA3_ROPE, YARN_ROPE
@@ -96,6 +96,62 @@ QWEN_3_4B = QWEN_2_5_7B | {
     "vocab_size": 151936,
 }
 
+GEMMA_3_1B = LLAMA_2_7B | {
+    "architectures": ["Gemma3ForCausalLM"],
+    "attn_logit_softcapping": None,
+    "eos_token_id": [1, 106],
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_act": ...,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "tie_word_embeddings": ...,
+    "vocab_size": 262144,
+}
+GEMMA_3_27B = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "eos_token_id": [1, 106],
+    "text_config": {
+        "head_dim": 128,
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "model_type": "gemma3_text",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 62,
+        "num_key_value_heads": 16,
+        "query_pre_attn_scalar": 168,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "vision_config": {"hidden_size": 1152},
+}
+PHI_4_MINI = LLAMA_2_7B | {
+    "architectures": ["Phi3ForCausalLM"],
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 8,
+    "original_max_position_embeddings": 4096,
+    "partial_rotary_factor": 0.75,
+    "rope_scaling": {"long_factor": [2.0] * 48, "short_factor": [1.0] * 48, "type": "longrope"},
+    "rope_theta": 10000.0,
+    "sliding_window": 262144,
+    "tie_word_embeddings": True,
+    "vocab_size": 200064,
+}
+
 
 def read(folder: Path, values: dict[str, Any]) -> ModelConfig:
     """Keys that are set to ... are left out."""
@@ -104,6 +160,28 @@ def read(folder: Path, values: dict[str, Any]) -> ModelConfig:
 
 
 class TestPublishedModels:
+    def test_gemma_3(self, tmp_path: Path) -> None:
+        config = read(tmp_path, GEMMA_3_1B)
+        assert [config.attention_span(layer) for layer in range(4, 7)] == [512, 32768, 512]
+        assert [config.rope_of(layer).theta for layer in range(4, 7)] == [1e4, 1e6, 1e4]
+        assert (config.query_scale, config.has_own_head, config.eos_token_ids) == (1.0, True, (1, 106))
+        assert config.tie_word_embeddings
+        assert config.embedding_scale == 1152**0.5
+
+    def test_the_text_half_of_gemma_3(self, tmp_path: Path) -> None:
+        config = read(tmp_path, GEMMA_3_27B)
+        assert (config.vocab_size, config.max_position_embeddings, config.num_kv_heads) == (262_208, 131_072, 16)
+        assert config.rope_of(5) == RopeConfig(1e6, LinearScaling(8.0))
+        assert config.rope_of(0) == RopeConfig(1e4)
+        assert config.query_scale == (128 / 168) ** 0.5
+        assert config.eos_token_ids == (1, 106)
+
+    def test_phi_4_mini(self, tmp_path: Path) -> None:
+        config = read(tmp_path, PHI_4_MINI)
+        assert config.rope == RopeConfig(1e4, LongRopeScaling((2.0,) * 48, 1.1902380714238083), 0.75)
+        assert config.rope.num_rotated(config.head_dim) == 96
+        assert config.attention_span(0) > config.max_position_embeddings
+
     def test_llama_2(self, tmp_path: Path) -> None:
         config = read(tmp_path, LLAMA_2_7B)
         assert (config.head_dim, config.num_kv_heads, config.rope) == (128, 32, RopeConfig(1e4))
@@ -220,7 +298,7 @@ class TestRope:
 
         length = 32768
         values = LLAMA_2_7B | {"max_position_embeddings": length, "rope_parameters": rope, "rope_scaling": ...}
-        table = rotary_table(read(tmp_path, values))
+        table = rotary_table(read(tmp_path, values), 0)
         embedding = LlamaRotaryEmbedding(LlamaConfig(max_position_embeddings=length, rope_parameters=dict(rope)))
         expected = embedding(torch.zeros(1), torch.arange(length)[None])
         angles = torch.outer(torch.arange(length).float(), embedding.inv_freq)
@@ -235,19 +313,26 @@ class TestRefused:
         ("values", "said"),
         [
             ({"architectures": ["GPT2LMHeadModel"]}, f"a GPT2LMHeadModel; supported: {ARCHITECTURES}"),
+            (
+                {"architectures": ["SomeVisionModel"], "text_config": {"model_type": "gpt2"}},
+                f"a SomeVisionModel with a gpt2 for text; supported: {ARCHITECTURES}",
+            ),
             ({"architectures": ...}, f"a none; supported: {ARCHITECTURES}"),
             ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: 'silu'"),
             (MISTRAL_7B | {"attention_bias": True}, "attention_bias True is not supported; supported: False"),
             (QWEN_3_4B | {"mlp_bias": True}, "mlp_bias True is not supported; supported: False"),
             (
                 {"rope_scaling": {"type": "longrope", "factor": 2.0}},
-                "RoPE scaling 'longrope' is not supported; supported: default, linear, llama3, yarn, dynamic",
+                "config.json has no 'short_factor'",
             ),
-            ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported; supported: 1.0"),
             (
-                {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
-                "by layer type are not supported; supported",
+                {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 12}},
+                "longrope has 12 factors for the 64 pairs of values that turn",
             ),
+            ({"rope_scaling": {"type": "su"}}, "'su' is not supported; supported: default, linear, llama3, yarn, dyna"),
+            ({"partial_rotary_factor": 0.18}, "partial_rotary_factor 0.18 rotates 23 of 128 values"),
+            ({"rope_parameters": {"some_attention": {"rope_theta": 1e4}}}, "config.json has no 'full_attention'"),
+            (GEMMA_3_1B | {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported"),
             (
                 {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
                 "quantization with quant_method 'bitsandbytes', load_in_4bit True is not supported; supported: gptq",

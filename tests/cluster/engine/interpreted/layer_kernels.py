@@ -79,9 +79,10 @@ def test_rotated_heads_and_what_is_written(head_dim: int, has_norm: bool, dtype:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("length", [3, 1024, 1500])
-def test_gates(length: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("length", "has_gelu"), [(3, True), (1024, False), (1500, True)])
+def test_gates(length: int, has_gelu: bool, dtype: torch.dtype) -> None:
     gate_up = 4.0 * random(1, 3, 2 * length, dtype=dtype)
     gate, up = gate_up.chunk(2, dim=-1)
-    torch.testing.assert_close(gated(gate_up), F.silu(gate) * up, **close_to(dtype))
+    activated = F.gelu(gate, approximate="tanh") if has_gelu else F.silu(gate)
+    torch.testing.assert_close(gated(gate_up, has_gelu=has_gelu), activated * up, **close_to(dtype))
     assert gated(gate_up[:0]).shape == (0, length)

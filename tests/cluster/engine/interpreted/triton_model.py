@@ -15,6 +15,7 @@ from cluster.engine.gpu_kernels import paged_attention
 from cluster.engine.kv_cache import KVCache
 from cluster.engine.model import Model, TorchModel
 from cluster.engine.triton_model import TritonModel
+from tests.cluster.engine.checkpoints import CHECKPOINTS
 from tests.cluster.engine.filled_caches import BLOCK_SIZE, CPU, NUM_BLOCKS, model_and_cache
 from tests.interpreter import spare_bookkeeping
 from tests.soak import length
@@ -25,7 +26,7 @@ def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     spare_bookkeeping(monkeypatch)
 
 
-FAMILIES = [{}, {"family": "qwen3"}, {"family": "mistral", "sliding_window": 6}]
+FAMILIES = [{}, {"family": "qwen3"}, {"family": "mistral", "sliding_window": 6}, CHECKPOINTS["gemma3"]]
 
 
 @pytest.fixture(params=length(FAMILIES[2:], FAMILIES), ids=str)
