@@ -27,6 +27,7 @@ from services.distill import cli as distill
 from services.doctor import cli as doctor
 from services.plan import choose as plan_choose
 from services.plan import cli as plan_cluster
+from services.plan import draft as plan_draft
 from services.plan import memory as plan_memory
 from services.prove import cli as prove
 from services.settings import AppendOverride, known_options, settings_parser
@@ -138,6 +139,12 @@ PLANS = (
         "throughput, latency and dollars of ways to place a draft",
         plan_cluster.add_arguments,
         plan_cluster.run,
+    ),
+    Command(
+        "draft",
+        "which models at hand can draft for a target, and why others cannot",
+        plan_draft.add_arguments,
+        plan_draft.run,
     ),
     Command(
         "choose",
