@@ -37,6 +37,7 @@ class DepthPlanner:
         self.has_drafts = True  # whether the last plan gave any sequence drafts
         self.is_plain_step = False  # the current step leaves drafts out
         self.spare_seconds = math.inf  # time that prompts may add to a step within the limits, by the last plan
+        self.leaves_prompts_waiting = False  # whether the last plan's steps cannot compute the prompts that they cause
         self.probe: SpeculativeSequence | None = None
         self._opening_template: Template | None = None
         self._opening_tokens: float | None = None  # expected tokens per round of a new sequence; None before a plan
@@ -175,6 +176,8 @@ class DepthPlanner:
             self._opening_template = choice.template
         self.has_drafts = any(choice.num_drafts)
         self.spare_seconds = choice.spare_seconds
+        num_tokens = sum(choice.expected_tokens) + num_rows - len(decoding)
+        self.leaves_prompts_waiting = self.steps.leave_prompts_waiting(num_tokens)
         has_links = any(candidate.costs is not None for candidate in candidates)
         self._predicted = choice.tokens_per_second / num_rows if has_links else 0.0
         if self.has_drafts:

@@ -99,14 +99,16 @@ class Waits:
         measured, if all sequences are awaited and all their requests set a number of drafts, or if depths are fixed and
         drafters do not run ahead.
 
-        If drafters run ahead, only a share `LOST_SHARE` of the tokens that the wait adds counts, because the next step
-        can use drafts that arrive while this step runs.
+        Returns False while steps cannot keep up with prompts. If drafters run ahead, only a share `LOST_SHARE` of the
+        tokens that the wait adds counts, because the next step can use drafts that arrive while this step runs.
         """
         steps = self._planner.steps
         if not (steps.is_known and (self._planner.measures or self._planner.runs_ahead)):
             return True
         if len(awaited) == len(decoding) and all(s.num_speculative_tokens for s in decoding):
             return True  # every request has its own number of drafts, and none has its proposal
+        if self._planner.leaves_prompts_waiting:
+            return False  # sequences that end sooner have no successor: prompts need the time
         missing = set(awaited)
         rows, more_rows = len(decoding), 0
         tokens = lost_tokens = 0.0

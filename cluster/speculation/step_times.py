@@ -77,6 +77,10 @@ class StepTimes:
         self._num_steps = KEEP * self._num_steps + 1.0
         self._num_steps_with_prompts = KEEP * self._num_steps_with_prompts + (num_prompt_tokens > 0)
 
+    def leave_prompts_waiting(self, tokens: float) -> bool:
+        """Returns True if steps that commit `tokens` cause more prompt tokens than they can compute."""
+        return self._has_seen_prompts and float(self._demand(tokens)) > self._most_prompt_tokens
+
     def seconds(self, rows: FloatArray | IntArray, tokens: FloatArray, wait_seconds: FloatArray | float) -> FloatArray:
         """Returns the mean seconds in which steps of `rows` rows commit `tokens`.
 
@@ -100,11 +104,9 @@ class StepTimes:
         self, rows: FloatArray | IntArray, tokens: FloatArray | IntArray
     ) -> tuple[FloatArray, FloatArray, FloatArray]:
         """Returns the number of steps in which `rows` rows commit `tokens`, and mean and variance of their seconds."""
-        seen = self._num_prompt_tokens, self._num_joined, self._num_ended, self._num_committed
-        if min(seen) < 1.0 / WINDOW:  # they have faded
+        if not self._has_seen_prompts:
             return np.ones(np.shape(rows)), self.curve.at(rows), np.zeros(np.shape(rows))
-        prompt_tokens = self._num_prompt_tokens / self._num_joined
-        demand = tokens * (self._num_ended / self._num_committed) * prompt_tokens
+        demand = self._demand(tokens)
         num_steps = np.maximum(1.0, demand / self._most_prompt_tokens)
         num_with_prompts = np.clip(
             demand, self._num_prompt_tokens / self._num_steps_with_prompts, self._most_prompt_tokens
@@ -112,8 +114,20 @@ class StepTimes:
         share = np.minimum(1.0, demand / num_with_prompts)
         without = self.curve.at(rows / num_steps)
         added = self.curve.at(rows / num_steps + num_with_prompts) - without
+        prompt_tokens = self._num_prompt_tokens / self._num_joined
         variance = share * (1.0 - share) * np.maximum(1.0, prompt_tokens / num_with_prompts) * added**2
         return num_steps, without + share * added, variance
+
+    @property
+    def _has_seen_prompts(self) -> bool:
+        """False, too, when they have faded."""
+        seen = self._num_prompt_tokens, self._num_joined, self._num_ended, self._num_committed
+        return min(seen) >= 1.0 / WINDOW
+
+    def _demand(self, tokens: FloatArray | IntArray | float) -> FloatArray:
+        """Returns the prompt tokens that steps which commit `tokens` cause."""
+        prompt_tokens = self._num_prompt_tokens / self._num_joined
+        return np.asarray(tokens * (self._num_ended / self._num_committed) * prompt_tokens, np.float64)
 
     def room_for_drafts(self, num_rows: int) -> int:
         """Returns the mean number of draft tokens that a step of `num_rows` sequences has room for.

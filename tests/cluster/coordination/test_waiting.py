@@ -85,6 +85,14 @@ def test_where_drafters_run_ahead_half_of_what_a_wait_brings_counts() -> None:
     assert waits(0.0).pays(both, awaited, 0.3 * STEP_S)
 
 
+def test_while_prompts_wait_only_requests_with_depths_of_their_own_wait_for_drafts() -> None:
+    free, asked = sequences(2), sequences(2, k=4)
+    busy = waits(0.0)
+    busy._planner.leaves_prompts_waiting = True
+    assert not busy.pays([*sequences(2, 4), *free], free, 0.01 * STEP_S)
+    assert busy.pays(asked, asked, STEP_S)
+
+
 def test_sequences_without_drafts_do_not_wait_long_for_a_few_that_have_some() -> None:
     plain = [new_sequence(0, [1]) for _ in range(12)]
     awaited = sequences(2)

@@ -53,6 +53,15 @@ def test_with_prompts_it_is_about_the_mean_over_their_numbers(tokens: float) -> 
     assert seconds(steps, 48, tokens) == pytest.approx(expected, rel=0.2)
 
 
+def test_prompts_wait_if_answers_bring_more_than_steps_compute() -> None:
+    steps = load(128, 64)
+    assert not steps.leave_prompts_waiting(100.0)
+    limit(steps, 60)  # each answer of 30 tokens brings a prompt of 60
+    assert not steps.leave_prompts_waiting(20.0)
+    assert steps.leave_prompts_waiting(40.0)
+    assert not with_a_knee().leave_prompts_waiting(1e6)
+
+
 def test_rows_that_are_free_without_prompts_cost_next_to_them() -> None:
     steps = load(128, 64)
     assert seconds(steps, 96, 48.0) > 1.1 * seconds(steps, 48, 48.0)
