@@ -29,6 +29,7 @@ _TOGETHER: dict[str, tuple[float, tuple[str, ...]]] = {
 }
 _SECONDS = {
     "tests/system/vllm/test_engines.py": 100.0,
+    "tests/system/vllm/test_architectures.py": 120.0,
     "tests/system/ray/test_launcher.py": 90.0,
     "tests/bench/test_faults.py": 140.0,
     "tests/system/test_terminal.py": 60.0,
