@@ -28,6 +28,11 @@ def _resolve(model: str, files: Sequence[str]) -> Path:
     for candidate in (folder, bundled):
         if (candidate / "config.json").is_file():
             return candidate.resolve()
+    if folder.suffix == ".gguf" or any(folder.glob("*.gguf")):
+        raise ConfigurationError(
+            f"{model!r} is in llama.cpp's format, which no engine here reads: give the Hugging Face folder that it was "
+            "made from, with target.quantization or draft.quantization int4 for as little memory"
+        )
     if folder.exists():
         raise ConfigurationError(f"{model!r} is not a model: it has no config.json; give a Hugging Face folder")
     if model.startswith((".", "/", "~")) or model.count("/") != 1:

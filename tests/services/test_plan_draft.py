@@ -36,12 +36,16 @@ def test_bundled_models_fit_by_their_tokens_and_sizes(capsys: pytest.CaptureFixt
 def test_other_architectures_and_what_is_no_draft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = folder_with(tmp_path / "target", TARGET, hidden_size=768)
     other = folder_with(tmp_path / "other", TARGET, architectures=["GraniteForCausalLM"])
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    assert cli.main(["plan", "draft", str(target), str(other), str(empty), "outrider-eagle-12m"]) == 0
+    empty, packed = tmp_path / "empty", tmp_path / "packed"
+    for folder in (empty, packed):
+        folder.mkdir()
+    (packed / "model.gguf").touch()
+    drafts = [str(folder) for folder in (other, empty, packed, packed / "model.gguf")]
+    assert cli.main(["plan", "draft", str(target), *drafts, "outrider-eagle-12m"]) == 0
     printed = capsys.readouterr().out
     assert f"fits: {other}, 100% of the tokens\n      --draft.model {other} --draft.drafter vllm\n" in printed
     assert f"not:  {empty}\n      {str(empty)!r} is not a model: it has no config.json" in printed
+    assert printed.count("is in llama.cpp's format") == 2
     assert "it is a head for states of 384 values, the target's have 768" in printed
 
 
