@@ -33,9 +33,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="share of the draft workers, from 0 to 1; default all. Without it later, the others follow",
     )
-    rollback = actions.add_parser("rollback", help="return to the version that each draft worker had before")
+    promote = actions.add_parser(
+        "promote", help="load a version on all draft workers, and let those that start or join begin with it"
+    )
+    promote.add_argument("folder", metavar="FOLDER", help="below `draft.load_root`, on a disk that new workers share")
+    rollback = actions.add_parser(
+        "rollback", help="return to the version that each draft worker had before, and begin with that"
+    )
     listed = actions.add_parser("list", help="list the draft workers with their versions and sequences")
-    for action in (load, rollback, listed):
+    for action in (load, promote, rollback, listed):
         add_url_argument(action)
         action.add_argument("--config", type=Path, metavar="FILE", help="YAML configuration with the `tls` to use")
         action.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
@@ -62,8 +68,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.action == "rollback":
         code = _change(workers, draft_pb2.LoadDraftRequest(is_rollback=True), access.draft)
     else:
-        chosen = workers[: math.ceil(arguments.share * len(workers))]
-        code = _change(chosen, draft_pb2.LoadDraftRequest(folder=arguments.folder), access.draft)
+        promotes = arguments.action == "promote"
+        chosen = workers if promotes else workers[: math.ceil(arguments.share * len(workers))]
+        request = draft_pb2.LoadDraftRequest(folder=arguments.folder, promotes=promotes)
+        code = _change(chosen, request, access.draft)
     return code or int(bool(facts.unreachable))
 
 

@@ -11,7 +11,7 @@ from cluster.placement.endpoints import advertised_address
 from cluster.transport.listening import Listener
 from protos.speculation.v1 import draft_pb2_grpc
 from services.draft.servicer import DraftServicer
-from services.draft.versions import Version, make_version
+from services.draft.versions import Version, make_first
 from services.worker import (
     check_before_loading,
     prepare_process,
@@ -33,13 +33,15 @@ def run(config: Config) -> int:
         )
     check_before_loading(config, "draft")
     prepare_process(config.draft)
-    return asyncio.run(_serve(config, make_version(config)))
+    return asyncio.run(_serve(config, make_first(config)))
 
 
 async def _serve(config: Config, version: Version) -> int:
     listener = Listener.of(config.tls, "draft")
     servicer = DraftServicer(version, advertised_address(config.draft))
-    servicer.metrics_url = serve_readings(config.draft, servicer.readings, model_name(config.draft_model), listener)
+    servicer.metrics_url = serve_readings(
+        config.draft, servicer.readings, model_name(version.config.draft_model), listener
+    )
     version.worker.start()
     try:
         return await serve(

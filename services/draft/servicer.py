@@ -21,7 +21,7 @@ from cluster.wire.messages import SpeculateReply
 from cluster.wire.outbox import Outbox
 from cluster.wire.version import WIRE_VERSION
 from protos.speculation.v1 import draft_pb2, draft_pb2_grpc, types_pb2
-from services.draft.versions import Version, make_next, make_version
+from services.draft.versions import Version, make_next, make_version, promote
 from services.worker import describe_machine, errors_as_status, new_epoch
 
 logger = logging.getLogger(__name__)
@@ -116,6 +116,8 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
                 after = await _in_thread(lambda: make_version(earlier, tokenizer))
             else:
                 after = before
+            if request.promotes or (request.is_rollback and after is not before):
+                promote(after.config)
             if after is not before:
                 self.version = after
                 after.worker.start()

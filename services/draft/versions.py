@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,9 @@ from protos.speculation.v1 import types_pb2
 from services.worker import loading, loading_progress, log_kv_cache
 
 _LOADED = ("model", "parallel")  # drafters whose model is `draft.model` alone
+_PROMOTED = ".promoted"  # file in `draft.load_root` with the name of the folder that workers start with
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,29 +77,63 @@ def make_version(config: Config, needed_tokenizer: str | None = None) -> Version
     return Version(config, drafter, worker, description)
 
 
+def make_first(config: Config) -> Version:
+    """Loads the promoted draft model, or the one that `config` names if none is or it cannot be served.
+
+    Raises ConfigurationError if that one cannot either.
+    """
+    file = None if config.draft.load_root is None else Path(config.draft.load_root) / _PROMOTED
+    if file is not None and file.is_file():
+        try:
+            return make_version(_with_folder(config, file.read_text(encoding="utf-8").strip()))
+        except (ConfigurationError, OSError, UnicodeError) as error:
+            logger.error("the promoted draft cannot be served, %s drafts: %s", config.draft_model, error)
+    return make_version(config)
+
+
+def promote(config: Config) -> None:
+    """Makes workers with this `draft.load_root` start with `config`'s draft model. Raises ConfigurationError."""
+    assert config.draft.load_root is not None
+    root = Path(config.draft.load_root)
+    file, new, path = root / _PROMOTED, root / f"{_PROMOTED}.{os.getpid()}", Path(config.draft_model)
+    try:
+        if path.is_relative_to(root.resolve()):
+            new.write_text(str(path.relative_to(root.resolve())), encoding="utf-8")
+            new.replace(file)
+        else:  # the draft of the configuration, with which they start if none is promoted
+            file.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"{file} cannot be changed, so no version can be promoted: {error}") from error
+
+
 def make_next(served: Version, folder: str) -> Version:
     """Loads the draft model in `folder`, below `draft.load_root`; returns `served` if it is that one.
 
     Raises ConfigurationError if it cannot be served.
     """
-    draft = served.config.draft
+    config = _with_folder(served.config, folder)
+    if draft_fingerprint(config) == served.description.fingerprint:
+        return served
+    return make_version(config, served.description.tokenizer_fingerprint)
+
+
+def _with_folder(config: Config, folder: str) -> Config:
+    """Returns `config` with the draft model in `folder`. Raises ConfigurationError if it cannot be served."""
+    draft = config.draft
     if draft.load_root is None:
         raise ConfigurationError("no draft can be loaded at run time: set draft.load_root to the folder of all drafts")
     if draft.drafter not in _LOADED:
         raise ConfigurationError(
             f"draft.drafter {draft.drafter} has no versions to load: only {' and '.join(_LOADED)} have"
         )
-    if served.config.speculation.acceptance == "rejection":
+    if config.speculation.acceptance == "rejection":
         raise ConfigurationError("with speculation.acceptance rejection targets verify by their copy of the old draft")
     root = Path(draft.load_root).resolve()
     path = (root / folder).resolve()
     if not path.is_relative_to(root) or not path.is_dir():
         raise ConfigurationError(f"{folder!r} is not a folder below draft.load_root {draft.load_root}")
     _check_finite(path)
-    config = served.config.model_copy(update={"draft": draft.model_copy(update={"model": str(path)})})
-    if draft_fingerprint(config) == served.description.fingerprint:
-        return served
-    return make_version(config, served.description.tokenizer_fingerprint)
+    return config.model_copy(update={"draft": draft.model_copy(update={"model": str(path)})})
 
 
 def _check_finite(folder: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -90,6 +92,30 @@ def test_swaps_under_load_change_no_token(two_drafts: LocalCluster, capsys: pyte
 def two_drafts_are_up(cluster: LocalCluster) -> bool:
     health = cluster.health()
     return health is not None and health["targets"][0]["num_draft_links"] == 2
+
+
+def test_workers_that_start_later_have_the_promoted_version(
+    two_drafts: LocalCluster, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (before,) = set(versions(two_drafts, capsys))
+    assert cli.main(["drafts", "promote", "noisy", "--url", two_drafts.url]) == 0
+    (promoted,) = set(versions(two_drafts, capsys))
+    assert promoted != before
+    restart_first(two_drafts)
+    assert versions(two_drafts, capsys) == [promoted] * 2
+    (root / ".promoted").write_text("cut off")
+    restart_first(two_drafts)
+    assert sorted(versions(two_drafts, capsys)) == sorted([before, promoted])
+    assert cli.main(["drafts", "promote", "noisy", "--url", two_drafts.url]) == 0
+    assert cli.main(["drafts", "rollback", "--url", two_drafts.url]) == 0
+    assert set(versions(two_drafts, capsys)) == {before}
+    assert not (root / ".promoted").exists()
+
+
+def restart_first(cluster: LocalCluster) -> None:
+    os.kill(cluster.drafts[0].pid, signal.SIGKILL)
+    wait_until(lambda: not two_drafts_are_up(cluster))
+    wait_until(lambda: cluster.watch() is None and two_drafts_are_up(cluster))
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos.speculation.v1 import types_pb2 as protos_dot_speculation_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!protos/speculation/v1/draft.proto\x12\x0especulation.v1\x1a!protos/speculation/v1/types.proto\"7\n\x10LoadDraftRequest\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\x12\x13\n\x0bis_rollback\x18\x02 \x01(\x08\"\xfc\x01\n\x10\x44raftDescription\x12/\n\x05model\x18\x01 \x01(\x0b\x32 .speculation.v1.ModelDescription\x12\"\n\x04load\x18\x02 \x01(\x0b\x32\x14.speculation.v1.Load\x12\r\n\x05\x65poch\x18\x03 \x01(\x06\x12\x13\n\x0bis_draining\x18\x04 \x01(\x08\x12\x1a\n\x12\x61\x64vertised_address\x18\x05 \x01(\t\x12\x14\n\x0cwire_version\x18\x06 \x01(\r\x12(\n\x07machine\x18\x08 \x01(\x0b\x32\x17.speculation.v1.Machine\x12\x13\n\x0bis_one_pass\x18\t \x01(\x08\"\x96\x01\n\x10SpeculateRequest\x12\"\n\x04open\x18\x01 \x03(\x0b\x32\x14.speculation.v1.Open\x12(\n\x07\x61\x64vance\x18\x02 \x01(\x0b\x32\x17.speculation.v1.Advance\x12\r\n\x05\x63lose\x18\x03 \x03(\x04\x12%\n\x06shapes\x18\x04 \x03(\x0b\x32\x15.speculation.v1.Shape\"\x18\n\x05Shape\x12\x0f\n\x07parents\x18\x01 \x03(\r\"\x8d\x02\n\x04Open\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x30\n\x08sampling\x18\x04 \x01(\x0b\x32\x1e.speculation.v1.SamplingParams\x12+\n\tnoise_key\x18\x05 \x01(\x0b\x32\x18.speculation.v1.NoiseKey\x12\x1e\n\x16num_speculative_tokens\x18\x06 \x01(\r\x12\x0e\n\x06window\x18\x07 \x01(\r\x12\r\n\x05shape\x18\x08 \x01(\r\x12\x12\n\ncache_root\x18\t \x01(\x0c\x12\x13\n\x0btakes_parts\x18\n \x01(\x08\"\x7f\n\x07\x41\x64vance\x12\x11\n\tsequences\x18\x01 \x03(\x04\x12\r\n\x05\x62\x61ses\x18\x02 \x03(\r\x12\x0f\n\x07lengths\x18\x03 \x03(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x1e\n\x16num_speculative_tokens\x18\x05 \x03(\r\x12\x0e\n\x06shapes\x18\x06 \x03(\r\"\xad\x01\n\x0eSpeculateReply\x12,\n\tproposals\x18\x01 \x01(\x0b\x32\x19.speculation.v1.Proposals\x12\x0c\n\x04lost\x18\x02 \x03(\x04\x12\x0f\n\x07refused\x18\x03 \x03(\x04\x12&\n\x06timing\x18\x04 \x01(\x0b\x32\x16.speculation.v1.Timing\x12&\n\x06\x63redit\x18\x05 \x01(\x0b\x32\x16.speculation.v1.Credit\"Y\n\x06Timing\x12\x0f\n\x07held_us\x18\x01 \x01(\r\x12\x0f\n\x07step_us\x18\x02 \x01(\r\x12\r\n\x05\x62\x61tch\x18\x03 \x01(\r\x12\x0c\n\x04rows\x18\x04 \x01(\r\x12\x10\n\x08is_first\x18\x05 \x01(\x08\"5\n\x06\x43redit\x12\x12\n\nnum_tokens\x18\x01 \x01(\x04\x12\x17\n\x0fmax_tokens_read\x18\x02 \x01(\x04\"\x87\x01\n\tProposals\x12\x11\n\tsequences\x18\x01 \x03(\x04\x12\r\n\x05\x62\x61ses\x18\x02 \x03(\r\x12\x0f\n\x07lengths\x18\x03 \x03(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x0f\n\x07parents\x18\x05 \x03(\r\x12\x0e\n\x06starts\x18\x06 \x03(\r\x12\x13\n\x0b\x61re_partial\x18\x07 \x03(\x08\x32\xfa\x01\n\x05\x44raft\x12Q\n\tSpeculate\x12 .speculation.v1.SpeculateRequest\x1a\x1e.speculation.v1.SpeculateReply(\x01\x30\x01\x12M\n\x08\x44\x65scribe\x12\x1f.speculation.v1.DescribeRequest\x1a .speculation.v1.DraftDescription\x12O\n\tLoadDraft\x12 .speculation.v1.LoadDraftRequest\x1a .speculation.v1.DraftDescriptionb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!protos/speculation/v1/draft.proto\x12\x0especulation.v1\x1a!protos/speculation/v1/types.proto\"I\n\x10LoadDraftRequest\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\x12\x13\n\x0bis_rollback\x18\x02 \x01(\x08\x12\x10\n\x08promotes\x18\x03 \x01(\x08\"\xfc\x01\n\x10\x44raftDescription\x12/\n\x05model\x18\x01 \x01(\x0b\x32 .speculation.v1.ModelDescription\x12\"\n\x04load\x18\x02 \x01(\x0b\x32\x14.speculation.v1.Load\x12\r\n\x05\x65poch\x18\x03 \x01(\x06\x12\x13\n\x0bis_draining\x18\x04 \x01(\x08\x12\x1a\n\x12\x61\x64vertised_address\x18\x05 \x01(\t\x12\x14\n\x0cwire_version\x18\x06 \x01(\r\x12(\n\x07machine\x18\x08 \x01(\x0b\x32\x17.speculation.v1.Machine\x12\x13\n\x0bis_one_pass\x18\t \x01(\x08\"\x96\x01\n\x10SpeculateRequest\x12\"\n\x04open\x18\x01 \x03(\x0b\x32\x14.speculation.v1.Open\x12(\n\x07\x61\x64vance\x18\x02 \x01(\x0b\x32\x17.speculation.v1.Advance\x12\r\n\x05\x63lose\x18\x03 \x03(\x04\x12%\n\x06shapes\x18\x04 \x03(\x0b\x32\x15.speculation.v1.Shape\"\x18\n\x05Shape\x12\x0f\n\x07parents\x18\x01 \x03(\r\"\x8d\x02\n\x04Open\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x30\n\x08sampling\x18\x04 \x01(\x0b\x32\x1e.speculation.v1.SamplingParams\x12+\n\tnoise_key\x18\x05 \x01(\x0b\x32\x18.speculation.v1.NoiseKey\x12\x1e\n\x16num_speculative_tokens\x18\x06 \x01(\r\x12\x0e\n\x06window\x18\x07 \x01(\r\x12\r\n\x05shape\x18\x08 \x01(\r\x12\x12\n\ncache_root\x18\t \x01(\x0c\x12\x13\n\x0btakes_parts\x18\n \x01(\x08\"\x7f\n\x07\x41\x64vance\x12\x11\n\tsequences\x18\x01 \x03(\x04\x12\r\n\x05\x62\x61ses\x18\x02 \x03(\r\x12\x0f\n\x07lengths\x18\x03 \x03(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x1e\n\x16num_speculative_tokens\x18\x05 \x03(\r\x12\x0e\n\x06shapes\x18\x06 \x03(\r\"\xad\x01\n\x0eSpeculateReply\x12,\n\tproposals\x18\x01 \x01(\x0b\x32\x19.speculation.v1.Proposals\x12\x0c\n\x04lost\x18\x02 \x03(\x04\x12\x0f\n\x07refused\x18\x03 \x03(\x04\x12&\n\x06timing\x18\x04 \x01(\x0b\x32\x16.speculation.v1.Timing\x12&\n\x06\x63redit\x18\x05 \x01(\x0b\x32\x16.speculation.v1.Credit\"Y\n\x06Timing\x12\x0f\n\x07held_us\x18\x01 \x01(\r\x12\x0f\n\x07step_us\x18\x02 \x01(\r\x12\r\n\x05\x62\x61tch\x18\x03 \x01(\r\x12\x0c\n\x04rows\x18\x04 \x01(\r\x12\x10\n\x08is_first\x18\x05 \x01(\x08\"5\n\x06\x43redit\x12\x12\n\nnum_tokens\x18\x01 \x01(\x04\x12\x17\n\x0fmax_tokens_read\x18\x02 \x01(\x04\"\x87\x01\n\tProposals\x12\x11\n\tsequences\x18\x01 \x03(\x04\x12\r\n\x05\x62\x61ses\x18\x02 \x03(\r\x12\x0f\n\x07lengths\x18\x03 \x03(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x0f\n\x07parents\x18\x05 \x03(\r\x12\x0e\n\x06starts\x18\x06 \x03(\r\x12\x13\n\x0b\x61re_partial\x18\x07 \x03(\x08\x32\xfa\x01\n\x05\x44raft\x12Q\n\tSpeculate\x12 .speculation.v1.SpeculateRequest\x1a\x1e.speculation.v1.SpeculateReply(\x01\x30\x01\x12M\n\x08\x44\x65scribe\x12\x1f.speculation.v1.DescribeRequest\x1a .speculation.v1.DraftDescription\x12O\n\tLoadDraft\x12 .speculation.v1.LoadDraftRequest\x1a .speculation.v1.DraftDescriptionb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,25 +33,25 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.speculation.v1.draft
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_LOADDRAFTREQUEST']._serialized_start=88
-  _globals['_LOADDRAFTREQUEST']._serialized_end=143
-  _globals['_DRAFTDESCRIPTION']._serialized_start=146
-  _globals['_DRAFTDESCRIPTION']._serialized_end=398
-  _globals['_SPECULATEREQUEST']._serialized_start=401
-  _globals['_SPECULATEREQUEST']._serialized_end=551
-  _globals['_SHAPE']._serialized_start=553
-  _globals['_SHAPE']._serialized_end=577
-  _globals['_OPEN']._serialized_start=580
-  _globals['_OPEN']._serialized_end=849
-  _globals['_ADVANCE']._serialized_start=851
-  _globals['_ADVANCE']._serialized_end=978
-  _globals['_SPECULATEREPLY']._serialized_start=981
-  _globals['_SPECULATEREPLY']._serialized_end=1154
-  _globals['_TIMING']._serialized_start=1156
-  _globals['_TIMING']._serialized_end=1245
-  _globals['_CREDIT']._serialized_start=1247
-  _globals['_CREDIT']._serialized_end=1300
-  _globals['_PROPOSALS']._serialized_start=1303
-  _globals['_PROPOSALS']._serialized_end=1438
-  _globals['_DRAFT']._serialized_start=1441
-  _globals['_DRAFT']._serialized_end=1691
+  _globals['_LOADDRAFTREQUEST']._serialized_end=161
+  _globals['_DRAFTDESCRIPTION']._serialized_start=164
+  _globals['_DRAFTDESCRIPTION']._serialized_end=416
+  _globals['_SPECULATEREQUEST']._serialized_start=419
+  _globals['_SPECULATEREQUEST']._serialized_end=569
+  _globals['_SHAPE']._serialized_start=571
+  _globals['_SHAPE']._serialized_end=595
+  _globals['_OPEN']._serialized_start=598
+  _globals['_OPEN']._serialized_end=867
+  _globals['_ADVANCE']._serialized_start=869
+  _globals['_ADVANCE']._serialized_end=996
+  _globals['_SPECULATEREPLY']._serialized_start=999
+  _globals['_SPECULATEREPLY']._serialized_end=1172
+  _globals['_TIMING']._serialized_start=1174
+  _globals['_TIMING']._serialized_end=1263
+  _globals['_CREDIT']._serialized_start=1265
+  _globals['_CREDIT']._serialized_end=1318
+  _globals['_PROPOSALS']._serialized_start=1321
+  _globals['_PROPOSALS']._serialized_end=1456
+  _globals['_DRAFT']._serialized_start=1459
+  _globals['_DRAFT']._serialized_end=1709
 # @@protoc_insertion_point(module_scope)

@@ -25,19 +25,23 @@ class LoadDraftRequest(_message.Message):
 
     FOLDER_FIELD_NUMBER: _builtins.int
     IS_ROLLBACK_FIELD_NUMBER: _builtins.int
+    PROMOTES_FIELD_NUMBER: _builtins.int
     folder: _builtins.str
     """below the worker's draft.load_root"""
     is_rollback: _builtins.bool
     """back to the version before the last change, in place of a folder"""
+    promotes: _builtins.bool
+    """the worker, and others with the same draft.load_root, will start with it"""
     def __init__(
         self,
         *,
         folder: _builtins.str = ...,
         is_rollback: _builtins.bool = ...,
+        promotes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder", "is_rollback", b"is_rollback"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder", "is_rollback", b"is_rollback", "promotes", b"promotes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
