@@ -30,6 +30,24 @@ def _pool_cell(cell: Mapping[str, Any]) -> str:
     return f"{_gain(cell):.2f} ({cell['planned']:.2f}{waits})"
 
 
+def prompts(results: Results) -> str:
+    """Returns gains by the length of prompts, with the share of time that targets wait where it is above a tenth."""
+    loads, cells, commits = [(1, 8), (1, 32), (4, 8), (4, 32)], {}, []
+    for tokens in (500, 2000, 8000):
+        document = results.read(f"pool-{tokens}.json")
+        commits.append(f"{tokens:,} tokens: {document['date']}, commit `{document['commit']}`")
+        for cell in document["cells"]:
+            place = cell["draft"], cell["card"], tokens, cell["targets"], cell["streams"]
+            waits = f" ({cell['waiting_share']:.0%})" if cell["waiting_share"] > 0.1 else ""
+            cells[place] = f"{_gain(cell):.2f}{waits}"
+    rows = [
+        [f"{_DRAFTS[draft]}, {card}"]
+        + [" / ".join(cells[draft, card, tokens, *load] for load in loads) for tokens in (500, 2000, 8000)]
+        for draft, card in itertools.product(("1B", "1B-int4", "parallel-1B"), ("A10G", "L4", "L40S"))
+    ]
+    return f"{'; '.join(commits)}.\n\n{markdown(['draft, GPU', '500', '2,000', '8,000'], rows)}"
+
+
 def distances(results: Results) -> str:
     places = [("A10G", 0.2), ("A10G", 2.0), ("L4", 0.5), ("L40S", 0.5)]
     rows = []
@@ -95,6 +113,7 @@ def simulate(results: Results) -> str:
 
 TABLES: dict[str, Callable[[Results], str]] = {
     "pool": pool,
+    "prompts": prompts,
     "distances": distances,
     "capacity": capacity,
     "network": network,

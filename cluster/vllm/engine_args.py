@@ -115,6 +115,16 @@ def check_platform() -> None:
         )
 
 
+def check_verifies(model: Any, device: torch.device) -> None:
+    """Raises ConfigurationError if vLLM cannot verify drafts of `model`, a `vllm.config.ModelConfig`, on `device`."""
+    kind = "latent attention" if model.use_mla else "layers with a state" if model.has_inner_state else None
+    if kind is not None and device.type == "cpu":
+        raise ConfigurationError(
+            f"{model.model!r} has {kind}, with which vLLM on a CPU gives other tokens when it verifies drafts (0.32.0, "
+            "with vLLM's own n-gram drafts too): set speculation.num_speculative_tokens to 0, or use a GPU"
+        )
+
+
 def make_args(cls: type[Any], values: Mapping[str, Any]) -> Any:
     """Returns `cls(**values)`; `cls` is one of vLLM's classes of arguments.
 

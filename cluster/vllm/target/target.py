@@ -19,6 +19,7 @@ from cluster.config import V2_RUNNER, Config
 from cluster.constraints import UNCONSTRAINED
 from cluster.coordination.timeline import Timeline
 from cluster.engine.limits import StepLimits
+from cluster.engine.loader import resolve_device
 from cluster.engine.model_config import eos_token_ids
 from cluster.errors import (
     ConfigurationError,
@@ -62,6 +63,7 @@ from cluster.vllm.engine_args import (
     allow_bias,
     carrier,
     check_numerics,
+    check_verifies,
     common_engine_args,
     make_args,
 )
@@ -161,6 +163,8 @@ class VllmTarget(Target):
             ours |= LoraLimits.of(self._config.target).engine_args()
         args = make_args(AsyncEngineArgs, {**values, **ours})
         args.speculative_config = self._speculative_config()
+        if args.speculative_config is not None:
+            check_verifies(args.create_model_config(), resolve_device(self._config.target.device))
         args.additional_config = CoreSettings(channel, self._config, tokenizer_fingerprint, self._drafts_on_device)
         llm = AsyncLLM.from_engine_args(args)
         if self._is_coupled and not self._on_v2:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,14 +12,16 @@ import pytest
 
 from cluster.model_folder import ASSETS
 from cluster.tokenization import Tokenizer
+from services.launch.child import EXIT_CONFIGURATION
 from tests.background_loop import BackgroundLoop
 from tests.cluster.vllm_plugin.knowing_draft import KnowingDraft
-from tests.soak import IS_SOAK, length
+from tests.soak import IS_SOAK, length, only_in_soak
 from tests.system.cases import sampled_cases
 from tests.system.client import Case, complete_all
-from tests.system.vllm.architectures import ARCHITECTURES, VOCAB_SIZE, save_checkpoint
+from tests.system.vllm.architectures import ARCHITECTURES, REFUSED, VOCAB_SIZE, save_checkpoint
 from tests.system.vllm.programs import Programs
 from tests.system.vllm.test_exactness import drafted
+from tests.waiting import WAIT_S
 
 RESULTS = Path("bench/results/architectures.json")
 IN_CI = ("Gemma 3", "Qwen3-MoE")
@@ -33,7 +37,7 @@ SETTINGS = {
 }
 
 
-@pytest.fixture(params=ARCHITECTURES if IS_SOAK else IN_CI)
+@pytest.fixture(params=[name for name in ARCHITECTURES if name not in REFUSED] if IS_SOAK else IN_CI)
 def architecture(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -48,6 +52,18 @@ def served(architecture: str, tmp_path: Path) -> Iterator[Programs]:
         yield programs
     finally:
         programs.stop()
+
+
+@only_in_soak
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_of_which_vllm_verifies_no_drafts_is_refused(name: str, tmp_path: Path) -> None:
+    model = save_checkpoint(name, tmp_path / "model")
+    given = SETTINGS | {"target.model": model, "target.listen": "127.0.0.1:0"}
+    settings = [f"{key}={value}" for key, value in given.items()]
+    command = [sys.executable, "-m", "services.cli", "target", *(part for one in settings for part in ("--set", one))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert done.returncode == EXIT_CONFIGURATION
+    assert "set speculation.num_speculative_tokens to 0" in done.stderr
 
 
 def test_drafts_change_no_token(architecture: str, served: Programs, loop: BackgroundLoop) -> None:
