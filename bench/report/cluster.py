@@ -33,6 +33,14 @@ def exactness(results: Results) -> str:
     return markdown(head, rows)
 
 
+def architectures(results: Results) -> str:
+    rows = [
+        [name, f"{row['num_tokens']:,}", f"{row['num_accepted_drafts']:,}", row["num_different_tokens"]]
+        for name, row in results.read("architectures.json").items()
+    ]
+    return markdown(["architecture", "tokens", "drafts accepted", "tokens that differ"], rows)
+
+
 def _tokens(row: Mapping[str, Any]) -> tuple[str, str]:
     return f"{row['num_tokens']:,}", f"{row['num_accepted_drafts']:,}"
 
@@ -129,6 +137,7 @@ def _whole(values: list[float]) -> list[str]:
 
 TABLES: dict[str, Callable[[Results], str]] = {
     "exactness": exactness,
+    "architectures": architectures,
     "schemas": schemas,
     "speedup": speedup,
     "peers": peers,
