@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from cluster.engine.batch import Batch, Segment, pack
 from cluster.engine.gpu_kernels.gate import gated
 from cluster.engine.gpu_kernels.norm import add_and_norm
-from cluster.engine.gpu_kernels.paged_attention import PagedAttention, max_group
+from cluster.engine.gpu_kernels.paged_attention import PagedAttention
 from cluster.engine.gpu_kernels.rotation import rotate_and_write
-from cluster.engine.gpu_kernels.tiles import SPLIT
+from cluster.engine.gpu_kernels.tiles import SPLIT, TILE
 from cluster.engine.graph_memory import graph_sizes
 from cluster.engine.kv_cache import KVCache
 from cluster.engine.model import LayerInputs, Model
@@ -41,7 +41,7 @@ class TritonModel(Model):
     @classmethod
     def supports(cls, config: ModelConfig, dtype: torch.dtype) -> bool:
         """Returns True if the attention kernel supports the model."""
-        return config.num_heads // config.num_kv_heads <= max_group(dtype)
+        return config.num_heads // config.num_kv_heads <= TILE
 
     def __init__(self, config: ModelConfig, weights: ModelWeights, kv_cache: KVCache) -> None:
         """`config` must be supported (see `supports`)."""

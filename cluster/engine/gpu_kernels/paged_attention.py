@@ -29,6 +29,7 @@ from cluster.engine.batch import Batch
 from cluster.engine.gpu_kernels.tiles import PARTS, SPLIT, TILE, num_tiles, padded_group, uses_splits
 
 _LARGEST_SPAN = 2**31 - 1
+_WIDE = 128  # values of a head; more need smaller steps, for the registers and for an A10G's shared memory of 99 KB
 _PATH_STEP = 8  # paths are padded to multiples of this length, because Triton compiles the kernel for each length
 MERGE_OPTIONS = {"num_warps": 1, "enable_fp_fusion": False}
 
@@ -45,7 +46,9 @@ class Sizes:
     tile: int = TILE
 
     @classmethod
-    def of(cls, dtype: torch.dtype) -> Sizes:
+    def of(cls, dtype: torch.dtype, head_dim: int) -> Sizes:
+        if head_dim > _WIDE:
+            return cls(16, 8) if dtype == torch.float32 else cls(32, 8)
         return cls(32, 8) if dtype == torch.float32 else cls(64, 4)
 
     @property
@@ -241,16 +244,11 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     tl.store(output + place + one[:, None], attended, mask=(dims < head_dim)[None, :])
 
 
-def max_group(dtype: torch.dtype) -> int:
-    """Returns the maximum number of query heads per KV head that the kernel supports."""
-    return Sizes.of(dtype).tile
-
-
 def constants(
     num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, block_size: int, path_len: int, is_split: bool
 ) -> dict[str, int]:
     """Returns the compile-time constants of `attention_kernel`. `merge_kernel` also gets those named in `OF_MERGE`."""
-    group, sizes = num_heads // num_kv_heads, Sizes.of(dtype)
+    group, sizes = num_heads // num_kv_heads, Sizes.of(dtype, head_dim)
     assert group <= sizes.tile
     return {
         "group": group,
@@ -308,7 +306,7 @@ class PagedAttention:
             *(num_segments, num_heads, self._num_splits, parts, math.log2(math.e) / math.sqrt(head_dim), span),
             *(query.stride(0), output.stride(0), keys.stride(0), batch.block_tables.stride(0)),
             **compiled,
-            **Sizes.of(keys.dtype).options,
+            **Sizes.of(keys.dtype, head_dim).options,
         )
         if is_split:
             merge_kernel[(num_rows, num_heads)](

@@ -95,11 +95,14 @@ class Resources:
 
 
 def kernels() -> Iterator[Kernel]:
-    """All of them: attention with 64 heads and 8 KV heads of 128, products and norms of 4,096 values, the sampler for
-    128,256 tokens."""
+    """All of them: attention with 64 heads and 8 KV heads of 128, and with 16 and 8 of 256; products and norms of 4,096
+    values, the sampler for 128,256 tokens."""
     for dtype in _DTYPES:
         compiled = partial(attention.constants, 64, 8, 128, dtype, 16)
-        options = attention.Sizes.of(dtype).options
+        options = attention.Sizes.of(dtype, 128).options
+        name = f"attention, {str(dtype).removeprefix('torch.')}, heads of 256"
+        wide = attention.constants(16, 8, 256, dtype, 16, 8, True)
+        yield Kernel(name, attention.attention_kernel, wide, attention.Sizes.of(dtype, 256).options, dtype)
         for path_len in (0, 8):
             for is_split in (False, True):
                 name = f"attention, {str(dtype).removeprefix('torch.')}"
