@@ -70,12 +70,16 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         promotes = arguments.action == "promote"
         chosen = workers if promotes else workers[: math.ceil(arguments.share * len(workers))]
-        request = draft_pb2.LoadDraftRequest(folder=arguments.folder, promotes=promotes)
-        code = _change(chosen, request, access.draft)
+        code = _change(chosen, draft_pb2.LoadDraftRequest(folder=arguments.folder), access.draft)
+        if promotes and code == 0:  # all have it
+            request = draft_pb2.LoadDraftRequest(folder=arguments.folder, promotes=True)
+            code = _change(workers, request, access.draft, is_silent=True)
     return code or int(bool(facts.unreachable))
 
 
-def _change(workers: Sequence[WorkerFacts], request: draft_pb2.LoadDraftRequest, access: PoolAccess) -> int:
+def _change(
+    workers: Sequence[WorkerFacts], request: draft_pb2.LoadDraftRequest, access: PoolAccess, *, is_silent: bool = False
+) -> int:
     for worker in workers:
         with access.dialer.blocking_channel(worker.address) as channel:
             try:
@@ -85,5 +89,6 @@ def _change(workers: Sequence[WorkerFacts], request: draft_pb2.LoadDraftRequest,
                 why = error.details() if isinstance(error, grpc.Call) else str(error)
                 print(as_line(f"{worker.address}: failed, and keeps {label_of(worker.model)}: {why}"))
                 return 1
-        print(as_line(f"{worker.address}: {label_of(said.model)}"))
+        if not is_silent:
+            print(as_line(f"{worker.address}: {label_of(said.model)}"))
     return 0

@@ -159,6 +159,8 @@ def _embedding(folder: Path, config: HeadConfig, tensors: TensorReader, target: 
                 f"{folder}: the head has a hidden_size of {shape[1]} and no embed_tokens.weight, but the embedding of "
                 f"its target has {shared.shape[1]} values a token"
             )
+        if target.config.embedding_scale != 1:
+            raise ConfigurationError(f"{folder}: the head has no embed_tokens.weight, and its target scales its own")
         return shared
     own = tensors.read([("embed_tokens.weight", shape[0])], shape[1])
     return shared if shared.shape == own.shape and torch.equal(shared, own) else own

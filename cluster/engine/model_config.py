@@ -42,7 +42,7 @@ class ModelConfig:
     stored_format: StoredFormat | None = (
         None  # how the checkpoint stores quantized projections; None: none are quantized
     )
-    sliding_rope: RopeConfig | None = None  # of layers with a window; None: as of the others
+    layer_ropes: tuple[RopeConfig, ...] = ()  # of each layer; empty: `rope` of all
     has_gelu: bool = False  # whether the MLP is gated by GELU's tanh form; otherwise by SiLU
     has_norms_after: bool = False  # whether attention's and the MLP's outputs are normalized before they are added
     has_unit_norms: bool = False  # whether a norm multiplies by 1 plus its weight
@@ -92,8 +92,7 @@ class ModelConfig:
 
     def rope_of(self, layer: int) -> RopeConfig:
         """Returns the rotation of queries and keys in `layer`."""
-        has_window = self.attention_span(layer) < self.max_position_embeddings
-        return self.sliding_rope if has_window and self.sliding_rope is not None else self.rope
+        return self.layer_ropes[layer] if self.layer_ropes else self.rope
 
     def with_rows(self, rows: Sequence[int]) -> ModelConfig:
         """Returns the configuration with an embedding and a head that consist of the rows `rows` of this model's."""
@@ -108,7 +107,7 @@ class ModelConfig:
         values = read_json(folder / "config.json")
         architecture = (values.get("architectures") or ["none"])[0]
         family = FAMILIES.get(architecture)
-        if family is None and "text_config" in values:  # the text half of a multimodal model
+        if family is None and isinstance(values.get("text_config"), dict):  # the text half of a multimodal model
             of_all = {key: values[key] for key in ("eos_token_id", "quantization_config") if key in values}
             values = of_all | values["text_config"]
             architecture += f" with a {values.get('model_type')} for text"
@@ -138,8 +137,10 @@ class ModelConfig:
         max_position_embeddings = rope.max_length(int(values["max_position_embeddings"]))
         hidden_size, head_dim = int(values["hidden_size"]), values.get("head_dim")
         head_dim = int(head_dim or hidden_size // num_heads)
-        rope.check(head_dim)
         windows = [family.sliding_window(values, layer) for layer in range(num_layers)]
+        sliding_rope = RopeConfig.from_values(values, "sliding_attention") if any(windows) else rope
+        for each in (rope, sliding_rope):
+            each.check(head_dim)
         has_attention_bias = bool(values.get("attention_bias"))
         return cls(
             vocab_size=int(values["vocab_size"]),
@@ -158,7 +159,7 @@ class ModelConfig:
             has_output_bias=has_attention_bias and not family.has_qkv_bias,
             has_mlp_bias=bool(values.get("mlp_bias")),
             has_qk_norm=family.has_qk_norm,
-            sliding_rope=RopeConfig.from_values(values, "sliding_attention") if any(windows) else None,
+            layer_ropes=() if sliding_rope == rope else tuple(sliding_rope if one else rope for one in windows),
             has_gelu=family.is_gemma,
             has_norms_after=family.is_gemma,
             has_unit_norms=family.is_gemma,

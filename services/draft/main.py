@@ -38,7 +38,8 @@ def run(config: Config) -> int:
 
 async def _serve(config: Config, version: Version) -> int:
     listener = Listener.of(config.tls, "draft")
-    servicer = DraftServicer(version, advertised_address(config.draft))
+    configured = None if version.config is config else config  # with a promoted version
+    servicer = DraftServicer(version, advertised_address(config.draft), configured)
     servicer.metrics_url = serve_readings(
         config.draft, servicer.readings, model_name(version.config.draft_model), listener
     )

@@ -21,7 +21,7 @@ from cluster.wire.messages import SpeculateReply
 from cluster.wire.outbox import Outbox
 from cluster.wire.version import WIRE_VERSION
 from protos.speculation.v1 import draft_pb2, draft_pb2_grpc, types_pb2
-from services.draft.versions import Version, make_next, make_version, promote
+from services.draft.versions import Version, make_next, make_version, promote, take_back
 from services.worker import describe_machine, errors_as_status, new_epoch
 
 logger = logging.getLogger(__name__)
@@ -39,11 +39,12 @@ _LAST_WRITE_SECONDS = 5.0
 
 
 class DraftServicer(draft_pb2_grpc.DraftServicer):
-    def __init__(self, version: Version, advertised_address: str = "") -> None:
+    def __init__(self, version: Version, advertised_address: str = "", configured: Config | None = None) -> None:
+        """`configured`: the configuration whose draft a rollback returns to; None: it is that of `version`."""
         self.version = version
         self.metrics_url = ""
         self._advertised_address = advertised_address
-        self._earlier: Config | None = None  # of the version before the one that was loaded; None after a rollback
+        self._earlier = configured  # of the version before the one that was loaded; None after a rollback
         self._changing = asyncio.Lock()
         self._replaced = asyncio.Event()  # ends the streams of the version
         self._epoch = new_epoch()
@@ -116,8 +117,10 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
                 after = await _in_thread(lambda: make_version(earlier, tokenizer))
             else:
                 after = before
-            if request.promotes or (request.is_rollback and after is not before):
-                promote(after.config)
+            if request.promotes:
+                promote(before.config, request.folder)
+            if request.is_rollback and after is not before:
+                take_back(before.config, after.config)
             if after is not before:
                 self.version = after
                 after.worker.start()

@@ -91,19 +91,29 @@ def make_first(config: Config) -> Version:
     return make_version(config)
 
 
-def promote(config: Config) -> None:
-    """Makes workers with this `draft.load_root` start with `config`'s draft model. Raises ConfigurationError."""
-    assert config.draft.load_root is not None
-    root = Path(config.draft.load_root)
-    file, new, path = root / _PROMOTED, root / f"{_PROMOTED}.{os.getpid()}", Path(config.draft_model)
+def promote(config: Config, folder: str) -> None:
+    """Makes workers with this `draft.load_root` start with the draft model in `folder`. Raises ConfigurationError."""
+    root = Path(str(config.draft.load_root)).resolve()
+    new = root / f"{_PROMOTED}.{os.getpid()}"
     try:
-        if path.is_relative_to(root.resolve()):
-            new.write_text(str(path.relative_to(root.resolve())), encoding="utf-8")
-            new.replace(file)
-        else:  # the draft of the configuration, with which they start if none is promoted
-            file.unlink(missing_ok=True)
+        new.write_text(str((root / folder).resolve().relative_to(root)), encoding="utf-8")
+        new.replace(root / _PROMOTED)
     except OSError as error:
-        raise ConfigurationError(f"{file} cannot be changed, so no version can be promoted: {error}") from error
+        raise ConfigurationError(f"{new} cannot be written, so no version can be promoted: {error}") from error
+
+
+def take_back(left: Config, after: Config) -> None:
+    """Promotes the draft model of `after` if that of `left` is promoted, and none if it is not below the root."""
+    root = Path(str(left.draft.load_root)).resolve()
+    file = root / _PROMOTED
+    try:
+        if file.is_file() and (root / file.read_text(encoding="utf-8").strip()).resolve() == Path(left.draft_model):
+            if Path(after.draft_model).is_relative_to(root):
+                promote(left, after.draft_model)
+            else:  # the draft of the configuration, with which workers start if none is promoted
+                file.unlink()
+    except (ConfigurationError, OSError, UnicodeError) as error:
+        logger.error("%s still names the draft that was taken back: %s", file, error)
 
 
 def make_next(served: Version, folder: str) -> Version:

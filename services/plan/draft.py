@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ class DraftFit:
     """How one model can draft for the target."""
 
     draft: str
-    settings: tuple[str, ...] = ()
+    drafter: str = ""
     num_parameters: int | None = None  # None: the PyTorch engine does not run it
     common_share: float | None = None  # share of the target's tokens that the draft has; None: it has no tokenizer
     remark: str = ""
@@ -43,49 +44,51 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Returns the exit code. Raises ConfigurationError if the target is not a model."""
-    target = resolve_model_folder(arguments.target)
+    target = _on_this_machine(arguments.target)
     names = arguments.drafts or [*dict.fromkeys(_at_hand(target))]
-    fits = [fit_of(arguments.target, name) for name in names]
+    fits = [fit_of(target, name) for name in names]
     good = [fit for fit in fits if fit.why_not is None]
     for fit in sorted(good, key=lambda fit: (-(fit.common_share or 1.0), fit.num_parameters or 0)):
         share = "" if fit.common_share is None else f", {fit.common_share:.0%} of the tokens"
         size = "" if fit.num_parameters is None else f", {fit.num_parameters / 1e9:.3g}B parameters"
-        options = " ".join(f"--{setting.replace('=', ' ')}" for setting in fit.settings)
-        print(f"fits: {fit.draft}{size}{share}{fit.remark}\n      {options}")
+        print(f"fits: {fit.draft}{size}{share}{fit.remark}")
+        print(f"      --draft.model {shlex.quote(fit.draft)} --draft.drafter {fit.drafter}")
     for fit in fits:
         if fit.why_not is not None:
             print(f"not:  {fit.draft}\n      {fit.why_not}")
     return 0 if good else 1
 
 
-def fit_of(target: str, draft: str) -> DraftFit:
-    """Returns how `draft` can draft for `target`. Both are folders, hub names or bundled models."""
+def fit_of(target: Path, draft: str) -> DraftFit:
+    """Returns how `draft`, a folder, hub name or bundled model, can draft for `target`."""
     from cluster.drafters.pairing import draft_vocabulary
     from services.tune.drafts import draft_settings
 
-    settings: tuple[str, ...] = (f"draft.model={draft}", "draft.drafter=vllm")
     try:
-        folder = resolve_model_folder(draft)
+        folder = _on_this_machine(draft)
+        settings: tuple[str, ...] = (f"draft.model={folder}", "draft.drafter=vllm")
         with contextlib.suppress(ConfigurationError):  # an architecture that only vLLM runs
-            settings = next(iter(draft_settings(target, [draft])))
+            settings = next(iter(draft_settings(str(target), [str(folder)])))
         config = load_config(None, [f"target.model={target}", *settings])
         if not config.draft_has_tokenizer:
-            return _fit_of_head(target, draft, settings)
+            return _fit_of_head(target, draft, folder, config.draft.drafter)
         vocabulary = draft_vocabulary(config)
     except ConfigurationError as error:
         return DraftFit(draft, why_not=str(error))
-    assert vocabulary is not None  # both tokenizers were read
-    own, others = (_num_parameters(each) for each in (folder, resolve_model_folder(target)))
+    if vocabulary is None:
+        return DraftFit(draft, why_not=f"the tokenizer of {str(target)!r} cannot be read: it needs a tokenizer.json")
+    own, others = _num_parameters(folder), _num_parameters(target)
     if own and others and own >= others:
         return DraftFit(draft, why_not=f"it has {own / 1e9:.3g}B parameters, the target {others / 1e9:.3g}B")
-    return DraftFit(draft, settings, own, vocabulary.num_common / vocabulary.num_target_tokens)
+    return DraftFit(draft, config.draft.drafter, own, vocabulary.num_common / vocabulary.num_target_tokens)
 
 
-def _fit_of_head(target: str, draft: str, settings: tuple[str, ...]) -> DraftFit:
-    sizes = [read_json(resolve_model_folder(model) / "config.json").get("hidden_size") for model in (draft, target)]
-    if None not in sizes and sizes[0] != sizes[1]:
-        return DraftFit(draft, why_not=f"it is a head for states of {sizes[0]} values, the target's have {sizes[1]}")
-    return DraftFit(draft, settings, remark=", if it was trained for this target")
+def _fit_of_head(target: Path, draft: str, folder: Path, drafter: str) -> DraftFit:
+    values = (read_json(one / "config.json") for one in (folder, target))
+    own, others = ((value.get("text_config") or value).get("hidden_size") for value in values)
+    if None not in (own, others) and own != others:
+        return DraftFit(draft, why_not=f"it is a head for states of {own} values, the target's have {others}")
+    return DraftFit(draft, drafter, remark=", if it was trained for this target")
 
 
 def _num_parameters(folder: Path) -> int | None:
@@ -93,6 +96,19 @@ def _num_parameters(folder: Path) -> int | None:
     with contextlib.suppress(ConfigurationError):
         return PlannedModel.parse(str(folder)).num_parameters
     return None
+
+
+def _on_this_machine(model: str) -> Path:
+    """Returns the folder of `model`. Raises ConfigurationError, also for a hub name that is not in the cache."""
+    is_hub_name = model.count("/") == 1 and not model.startswith((".", "/", "~")) and not Path(model).exists()
+    if not is_hub_name:
+        return resolve_model_folder(model)
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(model, "config.json")
+    if not isinstance(found, str):
+        raise ConfigurationError(f"{model!r} is not on this machine: download it, or give its folder")
+    return Path(found).parent
 
 
 def _at_hand(target: Path) -> Iterator[str]:

@@ -41,11 +41,12 @@ def test_other_architectures_and_what_is_no_draft(tmp_path: Path, capsys: pytest
         folder.mkdir()
     (packed / "model.gguf").touch()
     drafts = [str(folder) for folder in (other, empty, packed, packed / "model.gguf")]
-    assert cli.main(["plan", "draft", str(target), *drafts, "outrider-eagle-12m"]) == 0
+    assert cli.main(["plan", "draft", str(target), *drafts, "nobody/here", "outrider-eagle-12m"]) == 0
     printed = capsys.readouterr().out
     assert f"fits: {other}, 100% of the tokens\n      --draft.model {other} --draft.drafter vllm\n" in printed
     assert f"not:  {empty}\n      {str(empty)!r} is not a model: it has no config.json" in printed
     assert printed.count("is in llama.cpp's format") == 2
+    assert "not:  nobody/here\n      'nobody/here' is not on this machine" in printed
     assert "it is a head for states of 384 values, the target's have 768" in printed
 
 
