@@ -13,15 +13,16 @@ _TOKENIZER_FILES = ["config.json", "tokenizer*.json"]
 _UNUSED_FILES = ["consolidated*", "original/*"]  # duplicates of the weights, in the original authors' format
 
 
-def resolve_model_folder(model: str) -> Path:
+def resolve_model_folder(model: str, *, may_download: bool = True) -> Path:
     """Returns the folder of `model`: a bundled model's name, a Hugging Face folder, or a name on the hub (downloaded).
 
-    Raises ConfigurationError if there is none; the message lists the places that were searched.
+    `may_download`: otherwise a name on the hub must be in its cache. Raises ConfigurationError if there is none; the
+    message lists the places that were searched.
     """
-    return _resolve(model, _USED_FILES)
+    return _resolve(model, _USED_FILES, may_download=may_download)
 
 
-def _resolve(model: str, files: Sequence[str]) -> Path:
+def _resolve(model: str, files: Sequence[str], *, may_download: bool = True) -> Path:
     """Returns the folder of `model`. A folder from the hub has the `files` only."""
     bundled = ASSETS / model
     folder = Path(model).expanduser()
@@ -41,7 +42,7 @@ def _resolve(model: str, files: Sequence[str]) -> Path:
             f"there is no model {model!r}: give a Hugging Face folder, a hub name (owner/name) "
             f"or a bundled model ({', '.join(names)})"
         )
-    return _download(model, files)
+    return _snapshot(model, files, may_download=may_download)
 
 
 def resolve_tokenizer_folder(model: str) -> Path:
@@ -53,12 +54,18 @@ def resolve_tokenizer_folder(model: str) -> Path:
     return folder.resolve() if (folder / "tokenizer.json").is_file() else _resolve(model, _TOKENIZER_FILES)
 
 
-def _download(model: str, files: Sequence[str]) -> Path:
+def _snapshot(model: str, files: Sequence[str], *, may_download: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, allow_patterns=list(files), ignore_patterns=_UNUSED_FILES))
+        return Path(
+            snapshot_download(
+                model, allow_patterns=list(files), ignore_patterns=_UNUSED_FILES, local_files_only=not may_download
+            )
+        )
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        if not may_download:
+            raise ConfigurationError(f"{model!r} is not on this machine: download it, or give its folder") from error
         reason = str(error).splitlines()[0]
         raise ConfigurationError(f"cannot download {model!r} from the hub: {reason}") from error

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Returns the exit code. Raises ConfigurationError if the target is not a model."""
-    target = _on_this_machine(arguments.target)
+    target = resolve_model_folder(arguments.target, may_download=False)
     names = arguments.drafts or [*dict.fromkeys(_at_hand(target))]
     fits = [fit_of(target, name) for name in names]
     good = [fit for fit in fits if fit.why_not is None]
@@ -65,7 +65,7 @@ def fit_of(target: Path, draft: str) -> DraftFit:
     from services.tune.drafts import draft_settings
 
     try:
-        folder = _on_this_machine(draft)
+        folder = resolve_model_folder(draft, may_download=False)
         settings: tuple[str, ...] = (f"draft.model={folder}", "draft.drafter=vllm")
         with contextlib.suppress(ConfigurationError):  # an architecture that only vLLM runs
             settings = next(iter(draft_settings(str(target), [str(folder)])))
@@ -96,19 +96,6 @@ def _num_parameters(folder: Path) -> int | None:
     with contextlib.suppress(ConfigurationError):
         return PlannedModel.parse(str(folder)).num_parameters
     return None
-
-
-def _on_this_machine(model: str) -> Path:
-    """Returns the folder of `model`. Raises ConfigurationError, also for a hub name that is not in the cache."""
-    is_hub_name = model.count("/") == 1 and not model.startswith((".", "/", "~")) and not Path(model).exists()
-    if not is_hub_name:
-        return resolve_model_folder(model)
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(model, "config.json")
-    if not isinstance(found, str):
-        raise ConfigurationError(f"{model!r} is not on this machine: download it, or give its folder")
-    return Path(found).parent
 
 
 def _at_hand(target: Path) -> Iterator[str]:
