@@ -71,15 +71,13 @@ def run(arguments: argparse.Namespace) -> int:
         promotes = arguments.action == "promote"
         chosen = workers if promotes else workers[: math.ceil(arguments.share * len(workers))]
         code = _change(chosen, draft_pb2.LoadDraftRequest(folder=arguments.folder), access.draft)
-        if promotes and code == 0:  # all have it
+        if promotes and code == 0:
             request = draft_pb2.LoadDraftRequest(folder=arguments.folder, promotes=True)
-            code = _change(workers, request, access.draft, is_silent=True)
+            code = _change(workers, request, access.draft)
     return code or int(bool(facts.unreachable))
 
 
-def _change(
-    workers: Sequence[WorkerFacts], request: draft_pb2.LoadDraftRequest, access: PoolAccess, *, is_silent: bool = False
-) -> int:
+def _change(workers: Sequence[WorkerFacts], request: draft_pb2.LoadDraftRequest, access: PoolAccess) -> int:
     for worker in workers:
         with access.dialer.blocking_channel(worker.address) as channel:
             try:
@@ -87,8 +85,9 @@ def _change(
                 said = load(request, timeout=_SECONDS)
             except grpc.RpcError as error:
                 why = error.details() if isinstance(error, grpc.Call) else str(error)
-                print(as_line(f"{worker.address}: failed, and keeps {label_of(worker.model)}: {why}"))
+                kept = "the version is not promoted" if request.promotes else f"keeps {label_of(worker.model)}"
+                print(as_line(f"{worker.address}: failed, and {kept}: {why}"))
                 return 1
-        if not is_silent:
+        if not request.promotes:  # all have it already
             print(as_line(f"{worker.address}: {label_of(said.model)}"))
     return 0
