@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -9,12 +10,14 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from cluster.engine.model_config import FAMILIES
 from cluster.vllm.compatibility import TESTED
 from cluster.wire.version import WIRE_VERSION
 from services.router.api.completions import CompletionRequest
 from services.router.api.request import IGNORED_FIELDS
 from services.router.chat.endpoint import ChatRequest
 from services.router.responses import request as responses
+from tests.system.vllm.architectures import ARCHITECTURES, REFUSED
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -77,3 +80,31 @@ def test_the_compatibility_table_has_this_version_first() -> None:
         "vLLM": ", ".join(TESTED),
         "Ray": pinned["ray"],
     }
+
+
+def test_the_table_of_architectures_is_that_of_code_and_results() -> None:
+    page = (ROOT / "docs" / "MODELS.md").read_text(encoding="utf-8")
+    table = page[page.index("| architecture | target on vLLM") :].partition("\n\n")[0]
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    rows = {name: cells for names, *cells in lines for name in names.split(", ")}
+    own = {"Gemma3": "Gemma 3", "Phi3": "Phi-4"}
+    own = {own.get(name, name): "seen" for name in (family.removesuffix("ForCausalLM") for family in FAMILIES)}
+    refused = dict.fromkeys(REFUSED, "refused on a CPU")
+    target, plugin = (_seen(name) | refused for name in ("architectures.json", "plugin-architectures.json"))
+    assert rows.pop("Llama") == ["seen, GPU too", *["seen"] * 5]
+    assert rows == {
+        name: [
+            target.get(name, "not seen"),
+            plugin.get(name, "not seen"),
+            own.get(name, "refused"),
+            "not seen" if name in own else "refused",
+            own.get(name, "not seen"),
+            "not seen",
+        ]
+        for name in (own | ARCHITECTURES).keys() - {"Llama"}
+    }
+
+
+def _seen(results: str) -> dict[str, str]:
+    found = json.loads((ROOT / "bench" / "results" / results).read_text(encoding="utf-8"))
+    return {name: "seen" for name, row in found.items() if row["num_different_tokens"] == 0}

@@ -35,10 +35,11 @@ def exactness(results: Results) -> str:
 
 def architectures(results: Results) -> str:
     rows = [
-        [name, f"{row['num_tokens']:,}", f"{row['num_accepted_drafts']:,}", row["num_different_tokens"]]
-        for name, row in results.read("architectures.json").items()
+        [name, where, f"{row['num_tokens']:,}", f"{row['num_accepted_drafts']:,}", row["num_different_tokens"]]
+        for where, file in (("target", "architectures.json"), ("plugin", "plugin-architectures.json"))
+        for name, row in results.read(file).items()
     ]
-    return markdown(["architecture", "tokens", "drafts accepted", "tokens that differ"], rows)
+    return markdown(["architecture", "vLLM in", "tokens", "drafts accepted", "tokens that differ"], rows)
 
 
 def _tokens(row: Mapping[str, Any]) -> tuple[str, str]:

@@ -13,6 +13,7 @@ from copy import copy
 from dataclasses import replace
 from typing import Any
 
+import torch
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
@@ -23,7 +24,7 @@ from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.vllm import compatibility
 from cluster.vllm.coupling import Coupling
-from cluster.vllm.engine_args import COUPLED_SAMPLING, allow_bias, carrier
+from cluster.vllm.engine_args import COUPLED_SAMPLING, allow_bias, carrier, check_verifies
 from cluster.vllm.function_wrapping import wrap_function
 from cluster.vllm_plugin import is_asked_for
 from cluster.vllm_plugin.settings import PluginSettings
@@ -77,12 +78,33 @@ def check(config: Any) -> None:
         )
     if config.watermark_config is not None:
         raise ConfigurationError("watermarking draws tokens by its own rule: leave it or outrider.draft_addresses out")
-    parallel = config.parallel_config
-    if config.num_speculative_tokens and (parallel.nnodes > 1 or parallel.pipeline_parallel_size > 1):
-        raise ConfigurationError(
-            "all ranks read the drafts of the same step from shared memory: run the engine on one "
-            "node without pipeline parallelism, or set outrider.draft_addresses to []"
-        )
+    if config.num_speculative_tokens:
+        _check_drafts(config)
+
+
+def _check_drafts(config: Any) -> None:
+    """Raises ConfigurationError for settings with which drafts have not been seen to keep all tokens the same."""
+    model, parallel, transfer = config.model_config, config.parallel_config, config.kv_transfer_config
+    check_verifies(model, torch.device(config.device_config.device_type))
+    num_engines = parallel.data_parallel_size
+    refused = {
+        # All ranks read the drafts of the same step from shared memory.
+        f"--nnodes {parallel.nnodes}": parallel.nnodes > 1,
+        f"--pipeline-parallel-size {parallel.pipeline_parallel_size}": parallel.pipeline_parallel_size > 1,
+        "--enable-lora": config.lora_config is not None,
+        f"--kv-transfer-config with {transfer and transfer.kv_connector}": transfer is not None,
+        f"--data-parallel-size {num_engines} for a model with experts": num_engines > 1 and model.is_moe,
+        # The prompts of a step share its tokens, and no share might be large enough for a picture.
+        "--disable-chunked-mm-input, which vLLM sets for models that read a picture in both directions": (
+            config.scheduler_config.disable_chunked_mm_input and model.is_multimodal_model
+        ),
+    }
+    for name, is_given in refused.items():
+        if is_given:
+            raise ConfigurationError(
+                f"with draft workers the outrider plugin does not support {name}: leave it out, or set "
+                "outrider.draft_addresses to []"
+            )
 
 
 # Requests.

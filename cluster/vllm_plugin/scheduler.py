@@ -40,7 +40,9 @@ class PluginScheduler(PoolScheduler, AsyncRoundScheduler):
         if settings.metrics_port is not None:
             registry = WorkerMetrics(self.readings, str(model.served_model_name)).registry
             guard = PageGuard.of(Listener.of(settings.tls, "target"), settings.metrics_token_file)
-            port = serve_metrics(registry, settings.metrics_host, settings.metrics_port, guard)
+            index = self.vllm_config.parallel_config.data_parallel_index
+            port = settings.metrics_port and settings.metrics_port + index
+            port = serve_metrics(registry, settings.metrics_host, port, guard)
             logger.info("metrics page of speculation at %s, port %d", settings.metrics_host, port)
 
 

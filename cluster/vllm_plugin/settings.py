@@ -31,7 +31,9 @@ class PluginSettings(BaseModel):
         SpeculationConfig(), description="the same settings as in a cluster's configuration"
     )
     metrics_host: str = Field("127.0.0.1", description="address on which the metrics page listens")
-    metrics_port: Port | None = Field(None, description="its port; 0: a free one; null: no page")
+    metrics_port: Port | None = Field(
+        None, description="its port, plus the engine's index with data parallelism; 0: a free one; null: no page"
+    )
     metrics_token_file: FilePath | None = Field(None, description="token for the page; null: that of `tls`, if set")
     allow_untested_vllm: bool = Field(
         False, description="run even if an untested version of vLLM differs in internals that the plugin uses"

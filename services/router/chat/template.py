@@ -68,10 +68,12 @@ class ChatTemplate:
     def from_folder(cls, folder: Path, source: str | None = None) -> ChatTemplate | None:
         """Returns the template of a model folder, or that in `source` with the folder's tokens; None if it has none.
 
-        Reads `chat_template.jinja`, or else `tokenizer_config.json`. Either may come with a second one for tools.
+        Reads `chat_template.jinja`, or else `tokenizer_config.json`; either may come with a second one for tools. If
+        there is none, reads `chat_template.json`, which multimodal models have for their processor.
         """
-        config = _tokenizer_config(folder)
-        tokens, sources = _special_tokens(config), _templates_in(config)
+        config = _read_object(folder / "tokenizer_config.json")
+        tokens = _special_tokens(config)
+        sources = _templates_in(_read_object(folder / "chat_template.json")) | _templates_in(config)
         if source is not None:
             return cls(source, tokens)
         for name, path in ((_DEFAULT, "chat_template.jinja"), (_FOR_TOOLS, "additional_chat_templates/tool_use.jinja")):
@@ -109,8 +111,8 @@ class ChatTemplate:
             ) from error
 
 
-def _tokenizer_config(folder: Path) -> dict[str, Any]:
-    path = folder / "tokenizer_config.json"
+def _read_object(path: Path) -> dict[str, Any]:
+    """Returns the object in a JSON file; an empty one if there is none."""
     if not path.is_file():
         return {}
     try:
@@ -121,7 +123,7 @@ def _tokenizer_config(folder: Path) -> dict[str, Any]:
 
 
 def _templates_in(config: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the sources of the templates in `tokenizer_config.json`, by name."""
+    """Returns the sources of the templates in `config`, by name."""
     template = config.get("chat_template")
     if isinstance(template, list):
         return {entry["name"]: entry["template"] for entry in template}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 from typing import Any
 
@@ -11,10 +12,20 @@ from typing import Any
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    from PIL import Image
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
     llm = LLM(**json.loads(sys.stdin.readline()))
+
+    def prompt(case: dict[str, Any]) -> Any:
+        """The tokens, with a picture of random pixels if the field `picture` has their seed."""
+        found: dict[str, Any] = {"prompt_token_ids": case["prompt"]}
+        if (seed := case["fields"].pop("picture", None)) is not None:
+            found["multi_modal_data"] = {
+                "image": Image.frombytes("RGB", (28, 28), random.Random(seed).randbytes(3 * 28**2))
+            }
+        return found
 
     def params(case: dict[str, Any]) -> SamplingParams:
         fields = dict(case["fields"])
@@ -25,7 +36,7 @@ def main() -> None:
         return SamplingParams(seed=case["seed"], max_tokens=case["max_tokens"], **fields)
 
     def generate(cases: list[dict[str, Any]]) -> list[list[list[int]]]:
-        prompts = [{"prompt_token_ids": case["prompt"]} for case in cases]
+        prompts = [prompt(case) for case in cases]
         outputs = llm.generate(prompts, [params(case) for case in cases], use_tqdm=False)
         return [[list(choice.token_ids) for choice in output.outputs] for output in outputs]
 

@@ -16,6 +16,7 @@ from .environment import ROOT, environment
 PROCESSOR = "cluster.vllm.runner.coupled_sampling:CoupledSampling"
 POOL = {"draft_addresses": ["127.0.0.1:1"], "speculation": {"num_speculative_tokens": 2, "max_speculative_tokens": 3}}
 SCHEDULER = "cluster.vllm_plugin.scheduler.PluginScheduler"
+TRANSFER = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
 MADE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "nothing is asked for": ({}, {"processors": None, "k": None, "scheduler": None}),
@@ -49,7 +50,35 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"outrider": POOL, "settings": {"distributed_executor_backend": "uni"}},
         "--distributed-executor-backend uni",
     ),
-    "pipeline parallelism": ({"outrider": POOL, "settings": {"pipeline_parallel_size": 2}}, "pipeline parallelism"),
+    "pipeline parallelism": (
+        {"outrider": POOL, "settings": {"pipeline_parallel_size": 2}},
+        "--pipeline-parallel-size 2",
+    ),
+    "adapters": ({"outrider": POOL, "settings": {"enable_lora": True}}, "--enable-lora"),
+    "transfer of KV": (
+        {"outrider": POOL, "settings": {"kv_transfer_config": TRANSFER}},
+        "--kv-transfer-config with ExampleConnector",
+    ),
+    "latent attention": (
+        {"outrider": POOL, "model": {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]}},
+        "latent attention",
+    ),
+    "engines that share experts": (
+        {
+            "outrider": POOL,
+            "model": {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]},
+            "settings": {"data_parallel_size": 2},
+        },
+        "--data-parallel-size 2 for a model with experts",
+    ),
+    "pictures in one step": (
+        {
+            "outrider": POOL,
+            "model": {"model_type": "idefics3", "architectures": ["Idefics3ForConditionalGeneration"]},
+            "settings": {"disable_chunked_mm_input": True},
+        },
+        "--disable-chunked-mm-input",
+    ),
     "noise in log-probabilities": (
         {"outrider": POOL, "settings": {"logprobs_mode": "processed_logprobs"}},
         "--logprobs-mode processed_logprobs",
@@ -62,11 +91,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Answers by the name of the configuration. One process gives all, as vLLM takes seconds to import."""
     asked = [case[0] for case in [*MADE.values(), *REFUSED.values()]]
-    model = {"model": str(resolve_model_folder("outrider-target-12m")), "max_model_len": 128}
     lines = []
-    for case in asked:
+    for number, case in enumerate(asked):
+        model = resolve_model_folder("outrider-target-12m")
+        if "model" in case:
+            model = tmp_path_factory.mktemp(f"model_{number}")
+            (model / "config.json").write_text(json.dumps(case["model"]))
         additional = {"outrider": case["outrider"]} if "outrider" in case else {}
-        arguments = {**model, "additional_config": additional, **case.get("settings", {})}
+        arguments = {"model": str(model), "max_model_len": 128, "additional_config": additional}
+        arguments |= case.get("settings", {})
         lines.append(json.dumps({**arguments, "runner": case.get("runner", "1")}))
     done = subprocess.run(
         [sys.executable, "-m", "tests.cluster.vllm_plugin.configurations_program"],

@@ -75,13 +75,14 @@ class Draft:
 
 
 class Server:
-    def __init__(self, folder: Path, draft_address: str) -> None:
+    def __init__(self, folder: Path, draft_address: str, num_engines: int = 1) -> None:
         port, metrics_port = free_ports(2)
         # Rows are expensive in the interpreter, so an automatic k would soon be 0.
         speculation = {"controller": "fixed", "num_speculative_tokens": K, "max_speculative_tokens": MAX_K}
         speculation |= {"draft_timeout_ms": 10_000}
         settings = {"draft_addresses": [draft_address], "speculation": speculation, "metrics_port": metrics_port}
-        self._metrics_urls = [f"http://127.0.0.1:{number}/metrics" for number in (port, metrics_port)]
+        ports = [port, *range(metrics_port, metrics_port + num_engines)]
+        self.metrics_urls = [f"http://127.0.0.1:{number}/metrics" for number in ports]
         # vLLM closes a connection that is idle for 5 s, possibly while the next request is being sent on it.
         headers = {"Connection": "close"}
         url = f"http://127.0.0.1:{port}/v1"
@@ -92,6 +93,7 @@ class Server:
                 *("--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(port)),
                 *("--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "16"),
                 *("--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes", str(64 * 2**20)),
+                *("--data-parallel-size", str(num_engines)),
                 *("--additional-config", json.dumps({"outrider": settings})),
             ],
             folder,
@@ -104,8 +106,10 @@ class Server:
         except openai.APIConnectionError:
             return False
 
-    def answer(self, prompt: str, seed: int = 5, **fields: Any) -> list[str]:
-        """The texts of the choices."""
+    def answer(self, prompt: str, seed: int = 5, k: object = None, **fields: Any) -> list[str]:
+        """The texts of the choices. `k`: what the request asks for."""
+        if k is not None:
+            fields["extra_body"] = {**fields.get("extra_body", {}), "vllm_xargs": {"num_speculative_tokens": k}}
         arguments: dict[str, Any] = {"model": MODEL, "prompt": prompt, "seed": seed, "max_tokens": 24, **fields}
         return [choice.text for choice in self.client.completions.create(**arguments).choices]
 
@@ -117,7 +121,7 @@ class Server:
 
     def counters(self) -> dict[str, float]:
         """Returns the counters of vLLM's page and of the plugin's page."""
-        return {name: value for url in self._metrics_urls for name, value in read_counters(url).items()}
+        return {name: value for url in self.metrics_urls for name, value in read_counters(url).items()}
 
     def num_drafted(self) -> float:
         return self.counters()["vllm:spec_decode_num_draft_tokens_total"]
@@ -149,6 +153,22 @@ def server(tmp_path_factory: pytest.TempPathFactory, draft: Draft) -> Iterator[S
 def answers(server: Server) -> list[list[str]]:
     """With the pool."""
     return server.answers()
+
+
+@only_in_soak
+def test_two_engines_behind_one_server(tmp_path: Path, draft: Draft) -> None:
+    server = Server(tmp_path, draft.address, num_engines=2)
+    try:
+        assert eventually(server.is_ready, _START_SECONDS)
+        pages = server.metrics_urls[1:]
+        wait_until(lambda: all(read_counters(page)["outrider_draft_links_up"] == 1 for page in pages))
+        expected = server.answers(k=0)
+        assert server.num_drafted() == 0
+        assert server.answers() == expected
+        assert server.num_drafted() > 0
+        assert all(read_counters(page)["outrider_steps_total"] > 0 for page in pages)
+    finally:
+        server.stop()
 
 
 def test_drafts_are_accepted_and_let_go(server: Server, draft: Draft, answers: list[list[str]]) -> None:
@@ -198,13 +218,13 @@ def test_speculates_again_when_the_draft_is_back(server: Server, draft: Draft, a
 @only_in_soak
 def test_a_request_chooses_its_k(server: Server) -> None:
     drafted = server.num_drafted()
-    plain = server.answer(PROMPTS[0], extra_body={"vllm_xargs": {"num_speculative_tokens": 0}})
+    plain = server.answer(PROMPTS[0], k=0)
     assert server.num_drafted() == drafted
-    assert server.answer(PROMPTS[0], extra_body={"vllm_xargs": {"num_speculative_tokens": MAX_K}}) == plain
+    assert server.answer(PROMPTS[0], k=MAX_K) == plain
     assert server.num_drafted() > drafted
     for k in (MAX_K + 1, -1, 1.5, "2"):
         with pytest.raises(openai.BadRequestError, match="num_speculative_tokens"):
-            server.answer(PROMPTS[0], extra_body={"vllm_xargs": {"num_speculative_tokens": k}})
+            server.answer(PROMPTS[0], k=k)
 
 
 @only_in_soak

@@ -172,7 +172,7 @@ def test_the_official_client_raises_its_own_errors(router, target):
         client.models.retrieve("gpt-9")
     target.fail_after = 0
     target.failure = (grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
-    with pytest.raises(openai.InternalServerError, match="queues are full") as failed:
+    with pytest.raises(openai.InternalServerError, match="targets are full") as failed:
         client.chat.completions.create(**fields)
     assert failed.value.status_code == 503
     target.fail_after = 1

@@ -81,6 +81,10 @@ def test_the_places_of_a_template(tmp_path):
         assert template is not None
         return template.render(MESSAGES)
 
+    in_config = config.pop("chat_template")
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "processor {{ eos_token }}"}')
+    assert rendered() == "processor </s>"
+    config["chat_template"] = in_config
     assert rendered() == "config <s></s>"
     config["chat_template"] = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
     assert rendered() == "yes"

@@ -108,6 +108,14 @@ def save_checkpoint(name: str, folder: Path) -> Path:
 
     options = _SHAPE | ARCHITECTURES[name]
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(options.pop("model_type"), **options))
+    save_random(model, folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(ASSETS / "outrider-target-12m" / file, folder / file)
+    return folder
+
+
+def save_random(model: Any, folder: Path) -> None:
+    """Writes `model`, one of transformers, with random weights to `folder`."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
@@ -116,6 +124,3 @@ def save_checkpoint(name: str, folder: Path) -> Path:
             elif "norm" not in parameter_name and parameter_name.endswith("bias"):
                 parameter.normal_(std=0.1, generator=generator)
     model.to(torch.float32).save_pretrained(folder)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(ASSETS / "outrider-target-12m" / file, folder / file)
-    return folder
