@@ -29,7 +29,8 @@ _WARM_UP_SHARE = 0.3  # of the run, before what is measured
 _NUM_BLOCKS = 200_000  # more than any run needs
 _MAX_DEPTH = 8  # drafts of a sequence for which the target's curve has verify steps, if the controller chooses
 _DRAFT_ROWS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096)
-_PROMPT_ROWS = (64, 128, 256, 512, 1024, 2048)
+_TILE = 64  # rows: measured times of products jump after multiples of it
+_PROMPT_ROWS = (64, 128, 192, 256, 320, 384, 448, 512, 1024, 2048)
 _MARGIN = 1.2  # runs are so much longer than the planned rate needs
 
 
@@ -90,14 +91,20 @@ class Placed:
         return load_config(None, [*SIMULATED, *(f"{key}={value}" for key, value in settings.items()), *self.more])
 
     def _target_curve(self) -> list[list[float]]:
-        """Returns rows and milliseconds of the target's steps: first those of verification, then those with prompts."""
+        """Returns rows and milliseconds of the target's steps: first those of verification, then those with prompts.
+
+        A step with fewer rows than clients has fewer sequences, and one with more has more rows of each.
+        """
         load, most_rows = self.load, (_MAX_DEPTH if self.fixed_k is None else self.fixed_k) + 1
         num_seqs, steps = load.num_seqs, self.option.target
+        most = most_rows * num_seqs
+        numbers = {1, *range(num_seqs, most + 1, num_seqs), *range(_TILE, most, _TILE), *range(_TILE + 1, most, _TILE)}
         points = [
-            [rows * num_seqs, steps.seconds((Segments(num_seqs, rows, load.mean_context),))]
-            for rows in range(1, most_rows + 1)
+            [rows, steps.seconds((Segments(min(rows, num_seqs), max(1.0, rows / num_seqs), load.mean_context),))]
+            for rows in sorted(numbers)
         ]
-        for rows in _PROMPT_ROWS:
+        past = num_seqs % _TILE  # rows after the last jump
+        for rows in sorted({n - back for n in _PROMPT_ROWS for back in (0, past, past - 1) if n > back}):
             before = load.cached_tokens + max(0, load.computed_tokens - rows) / 2
             prompts = Segments(max(1.0, rows / load.computed_tokens), min(rows, load.computed_tokens), before, 1)
             seconds = steps.seconds((Segments(num_seqs, 1, load.mean_context), prompts))

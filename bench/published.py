@@ -25,6 +25,7 @@ from cluster.engine.model_config import ModelConfig
 from cluster.errors import ConfigurationError
 from cluster.planning.hardware import parse_gpus
 from cluster.planning.kernel_tables import TABLED_GPUS, step_predictor, tables_folder
+from cluster.planning.overheads import NO_OVERHEADS
 from cluster.planning.prediction import ExpectedLoad, Option, plan
 from cluster.planning.steps import Roofline, StepPredictor
 
@@ -49,7 +50,7 @@ class Reported:
         load = ExpectedLoad(
             self.clients, self.prompt_tokens, self.answer_tokens, _MAX_NUM_BATCHED_TOKENS, max_prefill_seconds=None
         )
-        return 1e3 * plan(Option("", steps), load).latency.between_tokens / self.ms
+        return 1e3 * plan(Option("", steps, overheads=NO_OVERHEADS), load).latency.between_tokens / self.ms
 
 
 def reported(systems: Path) -> Iterator[Reported]:

@@ -5,7 +5,7 @@ gRPC, coordinators, draft workers, HTTP clients). Each is also simulated with re
 rate at the same times. Compared are tokens per second, p50 and p99 of whole answers, and the mean k. The simulation's
 figures are medians over several seeds.
 
-The programs' own time between steps (`cluster.simulator.overheads`) is measured first: gaps between tokens of one and
+The programs' own time between steps (`cluster.planning.overheads`) is measured first: gaps between tokens of one and
 several streams, plain and with drafts, in steps of one length.
 
 The larger cluster is an eighth of one with 32 targets, 16 draft workers and 3,200 streams: 4 targets, 2 draft workers
@@ -252,7 +252,7 @@ def simulate(case: Case, seconds: float, warm_up: float) -> Iterator[Result]:
 
 
 def measure_overheads() -> dict[str, float]:
-    """Milliseconds, as the fields of `cluster.simulator.overheads`."""
+    """Milliseconds, as the fields of `cluster.planning.overheads`."""
     plain = ("speculation.num_speculative_tokens=0",)
     drafted = ("speculation.controller=fixed", "speculation.max_run_ahead=0", "simulation.draft_step_ms=[[1,1]]")
     one, first = _gap(plain, 1)

@@ -3,6 +3,7 @@
 hardware     GPUs, their data sheets and prices
 kernels      bytes and operations of a forward pass
 steps        the time of a forward pass
+overheads    the time that programs take between steps
 round_costs  the time of a round
 latency      the time that a client waits
 prediction   throughput, latency and dollars of one placement of the draft

@@ -18,6 +18,7 @@ from cluster.engine.prompt_pace import ALONE_FACTOR
 from cluster.errors import ConfigurationError
 from cluster.planning.kernels import Segments
 from cluster.planning.latency import Latency, LatencyLimits, StepLoad, latency, mean_rounds
+from cluster.planning.overheads import PROGRAMS, Overheads
 from cluster.planning.round_costs import MAX_DEPTH, Drafting, PredictedRound, plain_round, round_of
 from cluster.planning.steps import StepPredictor
 from cluster.speculation.speed import Acceptance
@@ -79,9 +80,17 @@ class Option:
     is_pool: bool = False  # whether a draft device serves several targets
     budgets: tuple[Budget, ...] = ()  # budgets of the target's memory, and of the draft device's if it has one
     num_speculative_tokens: int | None = None  # None: the best number
+    overheads: Overheads = PROGRAMS.target  # of the target's program between two steps
 
     def round(
         self, num_seqs: float, load: ExpectedLoad, num_speculative_tokens: int, prompts_a_step: float = 0.0
+    ) -> PredictedRound:
+        """Returns the round of `num_seqs` sequences, with what the target's program takes between two steps."""
+        own = self._engines_round(num_seqs, load, num_speculative_tokens, prompts_a_step)
+        return replace(own, verify_seconds=own.verify_seconds + self.overheads.seconds(num_seqs))
+
+    def _engines_round(
+        self, num_seqs: float, load: ExpectedLoad, num_speculative_tokens: int, prompts_a_step: float
     ) -> PredictedRound:
         if self.drafting is None or num_speculative_tokens == 0:
             return plain_round(self.target, num_seqs, load.mean_context)

@@ -51,6 +51,7 @@ def notes(
         ],
         "step": [
             "max(bytes / bandwidth, FLOPs / peak) of linears + attention + sampling + all-reduces + fixed time",
+            "the target's program takes 0.26 ms and 11 µs per sequence between two steps, measured with up to 16",
             *([] if is_measured else sources),
         ],
         "tokens/s": [

@@ -26,7 +26,7 @@ from cluster.planning.steps import StepPredictor
 from cluster.speculation.speed import Acceptance, round_seconds, survivals
 
 MAX_DEPTH = 16
-# Fitted to `bench.pool`: plans are within 20 % of the measurement in 83 of 88 cells, with a median ratio of 1.02
+# Fitted to `bench.pool`: plans are within 20 % of the measurement in 84 of 88 cells, with a median ratio of 1.03
 # (docs/PLANNING.md). Without this share plans are up to 43 % too low.
 RUN_AHEAD_HIDES = 0.7
 

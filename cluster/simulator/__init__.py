@@ -6,7 +6,6 @@ virtual    one target, stepped by the caller: for tests and benchmarks of the co
 cluster    traffic, the router's choice and several targets: `outrider simulate`
 workers    engines that add the programs' own time and report their steps
 traffic    arrival times and lengths of requests
-overheads  the time that programs take in addition to steps
 hardware   steps and memory of models on GPUs
 figures    records of a run, and the figures computed from them
 report     the figures as text or JSON

@@ -14,9 +14,9 @@ from cluster.config.simulation import SimulationConfig
 from cluster.coordination.base import LinkPool
 from cluster.engine.blocks import BlockManager
 from cluster.errors import ConfigurationError, InvalidRequestError
+from cluster.planning.overheads import PROGRAMS, Programs
 from cluster.simulator.drafts import VOCAB_SIZE, SimulatedDraft, VirtualDraft, VirtualPool, draft_limits, target_limits
 from cluster.simulator.figures import Figures, Recorder, WorkerFigures
-from cluster.simulator.overheads import PROGRAMS, Programs
 from cluster.simulator.traffic import Arrival, EndedRequest, Traffic
 from cluster.simulator.turns import NEVER, Over, TargetTime, Turns
 from cluster.simulator.virtual import simulated_request

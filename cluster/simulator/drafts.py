@@ -21,7 +21,7 @@ from cluster.coordination.base import LinkEvent, LinkPool, LinkState
 from cluster.drafters.simulated import SimulatedDrafter
 from cluster.drafting.worker import DraftWorker
 from cluster.engine.limits import StepLimits
-from cluster.simulator.overheads import NO_OVERHEADS, Overheads
+from cluster.planning.overheads import NO_OVERHEADS, Overheads
 from cluster.simulator.turns import NEVER, VirtualTime
 from cluster.telemetry.metrics import Reading
 from cluster.wire.messages import SpeculateReply, SpeculateRequest
@@ -91,7 +91,7 @@ class VirtualDraft:
         self._look_ahead()
 
     def kill(self) -> None:
-        """Ends the worker, which loses its sequences. `start` starts a new worker."""
+        """Ends the worker, which loses its sequences. `start` starts a new worker, which serves the draft `wanted`."""
         self.is_up = False
         self._inbox.clear()
         for link in self.links:
@@ -132,7 +132,6 @@ class VirtualLink:
 
     def __init__(self, draft: VirtualDraft, pool: VirtualPool) -> None:
         self.address = draft.address
-        self.model = draft.wanted.name
         self.is_one_pass = draft.wanted.simulation.is_one_pass
         self.expected_round_trip = draft.wanted.expected_round_trip
         self.draft = draft
@@ -142,6 +141,7 @@ class VirtualLink:
 
     def attach(self) -> None:
         """Attaches the link to the draft's new worker."""
+        self.model = self.draft.wanted.name
         self._number = self.draft.worker.attach(self._deliver)
 
     def send(self, request: SpeculateRequest) -> None:

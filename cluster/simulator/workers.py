@@ -9,8 +9,8 @@ from cluster.coordination.coordinator import StepTiming
 from cluster.drafters.base import DraftSequence
 from cluster.drafters.simulated import SimulatedDrafter
 from cluster.engine.prompt_pace import PromptPart
+from cluster.planning.overheads import NO_OVERHEADS, Overheads
 from cluster.simulator.figures import StepFigures
-from cluster.simulator.overheads import NO_OVERHEADS, Overheads
 from cluster.targets.simulated import SimulatedTarget
 from cluster.targets.step_loop import ReadChoices
 from cluster.targets.token_generator import Scheduled

@@ -125,9 +125,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Raises ConfigurationError."""
+    from cluster.planning.overheads import NOTHING, PROGRAMS
     from cluster.simulator.cluster import SimulatedCluster
     from cluster.simulator.hardware import dollars_per_hour, num_kv_blocks, steps_of
-    from cluster.simulator.overheads import NOTHING, PROGRAMS
     from cluster.simulator.report import table, to_json
 
     is_printed = arguments.json == Path("-")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from cluster.config import Config
 from cluster.config.file import load_config
+from cluster.planning.overheads import NOTHING, Programs
 from cluster.simulator.cluster import Choose, MeasuredSpan, SimulatedCluster, least_loaded
 from cluster.simulator.figures import Figures
-from cluster.simulator.overheads import NOTHING, Programs
 from cluster.simulator.traffic import ClosedTraffic, Lengths, Traffic
 
 PROMPTS, ANSWERS = Lengths(16, 48), Lengths(32, 96)

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from cluster.planning.overheads import NOTHING
 from cluster.simulator.cluster import MeasuredSpan
 from cluster.simulator.drafts import HAND_OVER_SECONDS
-from cluster.simulator.overheads import NOTHING
 from cluster.simulator.traffic import ClosedTraffic, Lengths
 from tests.cluster.simulator.clusters import ran, streams
 from tests.soak import length

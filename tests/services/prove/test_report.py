@@ -111,8 +111,8 @@ def test_predicted_beside_measured() -> None:
     text = own.markdown()
     assert "No prediction for `remote`: the planner has no data sheet of FAST 1." in text
     prediction, _, errors = text.partition("## How far the prediction was off")
-    assert "| 1 | k = 0 | 0 | 100 | 1.00 |" in prediction
-    assert "| 1 | k = 0 | 100 | 100 | 1.00 |" in errors
+    assert "| 1 | k = 0 | 0 | 97 | 1.00 |" in prediction
+    assert "| 1 | k = 0 | 97 | 100 | 0.97 |" in errors
     plan = own.forecasts[1].plan
     assert plan is not None
     # Two drafts a round and two tokens: 1 + a + a² = 2.

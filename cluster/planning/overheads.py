@@ -16,7 +16,7 @@ class Overheads:
     step: float = 0.0
     sequence: float = 0.0  # per sequence of the step
 
-    def seconds(self, num_sequences: int) -> float:
+    def seconds(self, num_sequences: float) -> float:
         return self.step + self.sequence * num_sequences
 
 
