@@ -26,13 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     load = actions.add_parser("load", help="load a version on the draft workers, one after the other")
     load.add_argument("folder", metavar="FOLDER", help="below `draft.load_root` on each worker's disk")
-    load.add_argument(
-        "--share",
-        type=share,
-        default=1.0,
-        metavar="SHARE",
-        help="share of the draft workers, from 0 to 1; default all. Without it later, the others follow",
-    )
+    add_share_argument(load)
     promote = actions.add_parser(
         "promote", help="load a version on all draft workers, and let those that start or join begin with it"
     )
@@ -42,11 +36,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     listed = actions.add_parser("list", help="list the draft workers with their versions and sequences")
     for action in (load, promote, rollback, listed):
-        add_url_argument(action)
-        action.add_argument("--config", type=Path, metavar="FILE", help="YAML configuration with the `tls` to use")
+        add_cluster_arguments(action)
         action.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
-        add_access_arguments(action)
     parser.epilog = "example: outrider drafts load monday-48 --share 0.3 --url http://127.0.0.1:8000"
+
+
+def add_share_argument(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--share",
+        type=share,
+        default=1.0,
+        metavar="SHARE",
+        help="share of the draft workers, from 0 to 1; default all. Without it later, the others follow",
+    )
+
+
+def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
+    add_url_argument(parser)
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML configuration with the `tls` to use")
+    add_access_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -11,7 +11,10 @@ from xdist.scheduler import LoadScopeScheduling
 # Files of tests that share a cluster, with about how many seconds they take while two other processes run tests.
 # A file that is not here is a group of its own.
 _TOGETHER: dict[str, tuple[float, tuple[str, ...]]] = {
-    "Ray's nodes": (250.0, ("ray/test_faults.py", "ray/test_scaling.py", "ray/test_upgrade.py")),
+    "Ray's nodes": (
+        250.0,
+        ("ray/test_faults.py", "ray/test_scaling.py", "ray/test_upgrade.py", "ray/test_versions.py"),
+    ),
     "vLLM": (
         300.0,
         (
@@ -39,7 +42,7 @@ _SECONDS = {
     "tests/system/test_exactness.py": 60.0,
     "tests/system/test_prove.py": 60.0,
     "tests/system/test_tracing.py": 60.0,
-    "tests/system/test_draft_versions.py": 60.0,
+    "tests/system/test_draft_versions.py": 75.0,
     "tests/system/test_wheel.py": 50.0,
     "tests/system/test_usability.py": 50.0,
 }

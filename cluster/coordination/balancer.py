@@ -4,8 +4,8 @@ The value of a worker (`link_value.py`) is the tokens per second that the target
 computed from the worker's round trip, its speed, and the acceptance of its model. Until the round trip is measured, it
 is estimated from the worker's place.
 
-Some sequences are assigned elsewhere to measure other workers: one to each unmeasured worker, and a configured share to
-the draft models that are not the best.
+Some sequences are assigned elsewhere to measure other workers: one to each unmeasured worker, one to each worker whose
+draft model is unmeasured and may be as good as the best, and a configured share to the other draft models.
 
 A worker that stops answering is *ejected*: its sequences move, and it gets none during a pause that doubles each time.
 At most half of the workers are ejected at once, and never the only one, because slow proposals are better than none. If
@@ -15,6 +15,7 @@ a worker answers, but another worker would be more valuable, some of its sequenc
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from weakref import WeakKeyDictionary
 
 from cluster.coordination.base import Link
 from cluster.coordination.link_value import LinkValue
@@ -37,6 +38,7 @@ class LinkBalancer:
 
     def __init__(self, max_batch: int, draft_timeout_seconds: float, link_value: LinkValue, trial_share: float) -> None:
         self.active: dict[Link, ActiveLink] = {}
+        self._models: WeakKeyDictionary[Link, str] = WeakKeyDictionary()  # draft model of each link's worker
         self.num_ejections = 0
         self.num_moves = 0
         self.num_trials = 0
@@ -51,8 +53,12 @@ class LinkBalancer:
         self._trials_due = 0.0
         self._num_choices = 0  # choices since the last check for sequences to move
 
-    def add(self, link: Link) -> None:
+    def add(self, link: Link) -> str:
+        """Adds `link`, which came up. Returns the draft model that its worker had before, or the first one."""
         self.active[link] = ActiveLink(link, self._new_costs(link), link.model, link.expected_round_trip)
+        replaced = self._models.get(link, link.model)
+        self._models[link] = link.model
+        return replaced
 
     def remove(self, link: Link) -> ActiveLink | None:
         return self.active.pop(link, None)
@@ -74,14 +80,18 @@ class LinkBalancer:
             return candidates[0] if candidates else None
         if going_to in candidates:
             return going_to
-        values = {link: self._link_value_of(link, sequence.params.temperature, 1) for link in candidates}
-        best = max(candidates, key=values.__getitem__)
-        alike = [link for link in candidates if _ALIKE * values[link] >= values[best]]
+        temperature = sequence.params.temperature
+        values = {link: self._link_value_of(link, temperature, 1) for link in candidates}
+        measured = self._measured(candidates)
+        best = max(measured, key=values.__getitem__)
+        alike = [link for link in measured if _ALIKE * values[link] >= values[best]]
+        promising = [link for link in candidates if link not in measured and _WORSE * values[link] >= values[best]]
         self._num_choices += 1
         self._trials_due += self._trial_share
-        tried = self._to_try(candidates, alike)
+        tried = self._to_try(candidates, alike, promising)
         if tried is not None:
-            self._settled_at[sequence] = now + _SETTLE_SECONDS
+            if tried not in promising:  # otherwise it leaves as soon as its drafts turn out to be worse
+                self._settled_at[sequence] = now + _SETTLE_SECONDS
             return tried
         if not sequence.conversation:
             return min(alike, key=lambda link: len(link.sequences))
@@ -89,13 +99,16 @@ class LinkBalancer:
         alike = within_bound(alike, lambda link: len(link.sequences))
         return max(alike, key=lambda link: rendezvous_rank(sequence.conversation, link.link.address))
 
-    def _to_try(self, candidates: Sequence[ActiveLink], alike: Sequence[ActiveLink]) -> ActiveLink | None:
-        """Returns a link to measure although other links are more valuable; None if no trial is due.
+    def _to_try(
+        self, candidates: Sequence[ActiveLink], alike: Sequence[ActiveLink], promising: Sequence[ActiveLink]
+    ) -> ActiveLink | None:
+        """Returns a link to measure although those in `alike` are more valuable; None if no trial is due.
 
-        An unmeasured link is tried as soon as another link has sequences.
+        An unmeasured link is tried as soon as another link has sequences, and so is one in `promising`, whose draft
+        model is unmeasured.
         """
         others = [link for link in candidates if link not in alike and not link.sequences]
-        unknown = [link for link in others if not link.costs.is_known]
+        unknown = [link for link in others if link in promising or not link.costs.is_known]
         if unknown and any(link.sequences for link in self.active.values()):
             self.num_trials += 1
             return unknown[0]
@@ -181,7 +194,7 @@ class LinkBalancer:
         worst = min(loaded, key=values.__getitem__)
         number = -(-len(worst.sequences) // 2)
         best = max(
-            (link for link in usable if link is not worst and (link.costs.is_known or link.is_guessed)),
+            (link for link in self._measured(usable) if link is not worst and (link.costs.is_known or link.is_guessed)),
             key=lambda link: self._link_value_of(link, temperature, number),
             default=None,
         )
@@ -204,7 +217,7 @@ class LinkBalancer:
         best = max(values, key=values.__getitem__)
         if num_sequences < 2:
             return []
-        tried = self._to_try(usable, [best])
+        tried = self._to_try(usable, [best], ())
         return [] if tried is None else self._send(best, tried, 1, now)
 
     def _send(self, link: ActiveLink, to: ActiveLink, number: int, now: float) -> list[SpeculativeSequence]:
@@ -214,6 +227,10 @@ class LinkBalancer:
             self._going[sequence] = to
         self.num_moves += len(movable[:number])
         return movable[:number]
+
+    def _measured(self, links: Sequence[ActiveLink]) -> Sequence[ActiveLink]:
+        """Returns those of `links` whose draft model's acceptance is measured; all of them if none is."""
+        return [link for link in links if self._link_value.is_measured(link)] or links
 
     def _link_value_of(self, link: ActiveLink, temperature: float, num_more: int = 0) -> float:
         return self._link_value.of(link, self.active.values(), temperature, num_more)

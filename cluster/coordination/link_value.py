@@ -8,6 +8,7 @@ import numpy as np
 
 from cluster.coordination.depths import DepthPlanner
 from cluster.coordination.sequence import ActiveLink
+from cluster.speculation.tuning import WINDOW
 
 
 class LinkValue:
@@ -15,6 +16,7 @@ class LinkValue:
 
     def __init__(self, planner: DepthPlanner) -> None:
         self._planner = planner
+        self._measured: set[str] = set()  # draft models
         self.max_depth = max(1, planner.max_depth)
 
     def of(self, link: ActiveLink, links: Iterable[ActiveLink], temperature: float, num_more: int = 0) -> float:
@@ -37,6 +39,12 @@ class LinkValue:
             waits = np.maximum(waits + link.expected_round_trip - measured, 0.0)
         rates = planner.speed(planner.num_planned_rows).by_depth(survival, waits)
         return float(rates.max() if planner.measures else rates[max(1, planner.initial_depth) - 1])
+
+    def is_measured(self, link: ActiveLink) -> bool:
+        """Returns True if the acceptance of the link's draft model has been known within about 0.05."""
+        if link.model not in self._measured and self._planner.most_tests(link.model) >= WINDOW / 2:
+            self._measured.add(link.model)
+        return link.model in self._measured
 
 
 def _like(link: ActiveLink, links: Iterable[ActiveLink]) -> ActiveLink | None:

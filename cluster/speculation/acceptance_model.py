@@ -7,6 +7,7 @@ these rates.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import operator
 from collections.abc import Sequence
@@ -46,6 +47,7 @@ class PositionRates:
     @property
     def num_tests(self) -> float:
         """Weight of the remembered tests of the first position, including the weight of the assumed rate."""
+        self._take_in()
         return self._tested[0] if self._tested else 0.0
 
     def remember(self, most_tests: float) -> None:
@@ -55,14 +57,23 @@ class PositionRates:
                 self._accepted[position] *= most_tests / tested
                 self._tested[position] = most_tests
 
+    def successor(self) -> PositionRates:
+        """Returns the rates that another version of the draft begins with: these, with the weight of assumptions."""
+        self._take_in()
+        successor = copy.deepcopy(self)
+        successor.remember(PRIOR)
+        successor._make_rates()
+        return successor
+
     @property
     def rates(self) -> list[float]:
         """Rates by position; a position with few tests is assumed to be like the previous position."""
-        if any(self._rounds_tested):
-            self._take_in()
+        self._take_in()
         return self._rates
 
     def _take_in(self) -> None:
+        if not any(self._rounds_tested):
+            return
         tested = accepted = 0
         for position in reversed(range(self.max_depth)):
             tested += self._rounds_tested[position + 1]

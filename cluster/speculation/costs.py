@@ -98,6 +98,11 @@ class LinkCosts:
         self._ready = KEEP * self._ready + (np.asarray(num_ready)[:, None] >= levels).sum(axis=0)
 
     @property
+    def is_readiness_known(self) -> bool:
+        """True if enough sequences asked for drafts to measure how many levels are ready."""
+        return bool(self._asked[0] >= RECENT)
+
+    @property
     def ready_shares(self) -> FloatArray:
         """For levels 1, 2, ...: the share of requests for which that level was ready before the step waited."""
         # A level without recent requests gets the share of the previous level, so that it is tried again.

@@ -22,6 +22,7 @@ from cluster.engine.model_config import ModelConfig
 from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder
 from cluster.tokenization import Tokenizer
+from services import drafts
 from services.argument_types import above_zero, seed
 from services.distill.card import Distilled, by_position, model_card
 
@@ -68,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="folder for the result and a report")
     parser.add_argument(
         "--set",
-        dest="overrides",
+        dest="answering",
         action="append",
         default=[],
         metavar="SECTION.KEY=VALUE",
@@ -99,6 +100,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="default 512, or the target's for an EAGLE head, which always has the target's other sizes",
     )
+    loading = parser.add_argument_group("running cluster")
+    loading.add_argument(
+        "--load",
+        action="store_true",
+        help="load the draft on the draft workers of the cluster at --url, as `outrider drafts load` does; --out is a "
+        "folder below their `draft.load_root`, with the same path on each worker",
+    )
+    drafts.add_share_argument(loading)
+    drafts.add_cluster_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -107,13 +117,25 @@ def run(arguments: argparse.Namespace) -> int:
         import transformers  # noqa: F401  # of the extra
     except ImportError as error:
         raise ConfigurationError("outrider distill needs transformers: pip install 'outrider[train]'") from error
+    on_workers = argparse.Namespace(**vars(arguments), folder=str(arguments.out.resolve()))
+    if arguments.share != 1.0 and not arguments.load:
+        raise ConfigurationError(f"--share {arguments.share:g} needs --load")
+    if arguments.load:
+        if arguments.drafter not in ("model", "parallel"):
+            raise ConfigurationError(f"--load: a target loads its {arguments.drafter} head when it starts")
+        on_workers.action = "list"  # before the training, which takes long: there are workers to load it on
+        drafts.run(on_workers)
     try:
-        return _run(arguments)
+        _train(arguments)
     except (ValueError, OSError, FloatingPointError) as error:
         raise ConfigurationError(str(error)) from error
+    if not arguments.load:
+        return 0
+    on_workers.action = "load"
+    return drafts.run(on_workers)
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _train(arguments: argparse.Namespace) -> None:
     from services.distill.drafter_training import TrainingTask, make_training
     from services.training.recipe import Recipe
     from services.training.traffic import is_held_out
@@ -122,7 +144,7 @@ def _run(arguments: argparse.Namespace) -> int:
         logger.warning("--drafter medusa is deprecated: train an EAGLE-3 head, whose drafts see each other")
     model = f"target.model={arguments.target}"
     settings = ["router.port=0", "logging.level=warning", model, "speculation.num_speculative_tokens=0"]
-    config = load_config(None, [*settings, *arguments.overrides], os.environ)
+    config = load_config(None, [*settings, *arguments.answering], os.environ)
     folder = resolve_model_folder(arguments.target)
     draft_folder = None if arguments.draft is None else resolve_model_folder(arguments.draft)
     if arguments.out.resolve() == folder.resolve():
@@ -175,7 +197,6 @@ def _run(arguments: argparse.Namespace) -> int:
         arguments.drafter,
     )
     _report(arguments.out, result)
-    return 0
 
 
 def _answers(arguments: argparse.Namespace, config: Config, folder: Path) -> list[RecordedAnswer]:
@@ -202,7 +223,7 @@ def _answers(arguments: argparse.Namespace, config: Config, folder: Path) -> lis
         raise ConfigurationError(f"{len(prompts)} prompts are too few: one in {_HELD_OUT_ONE_IN} is held out")
     asked = {
         "target": weights_fingerprint(folder),
-        "settings": arguments.overrides,
+        "settings": arguments.answering,
         "max_tokens": arguments.max_tokens,
         "prompts": hashlib.sha256(repr(prompts).encode()).hexdigest(),
     }

@@ -85,7 +85,9 @@ def make_first(config: Config) -> Version:
     file = None if config.draft.load_root is None else Path(config.draft.load_root) / _PROMOTED
     if file is not None and file.is_file():
         try:
-            return make_version(_with_folder(config, file.read_text(encoding="utf-8").strip()))
+            promoted = _with_folder(config, file.read_text(encoding="utf-8").strip())
+            _check_finite(promoted)
+            return make_version(promoted)
         except (ConfigurationError, OSError, UnicodeError) as error:
             logger.error("the promoted draft cannot be served, %s drafts: %s", config.draft_model, error)
     return make_version(config)
@@ -123,7 +125,8 @@ def make_next(served: Version, folder: str) -> Version:
     """
     config = _with_folder(served.config, folder)
     if draft_fingerprint(config) == served.description.fingerprint:
-        return served
+        return served  # without reading all weights again, as the second pass of a promotion asks for it
+    _check_finite(config)
     return make_version(config, served.description.tokenizer_fingerprint)
 
 
@@ -142,12 +145,12 @@ def _with_folder(config: Config, folder: str) -> Config:
     path = (root / folder).resolve()
     if not path.is_relative_to(root) or not path.is_dir():
         raise ConfigurationError(f"{folder!r} is not a folder below draft.load_root {draft.load_root}")
-    _check_finite(path)
     return config.model_copy(update={"draft": draft.model_copy(update={"model": str(path)})})
 
 
-def _check_finite(folder: Path) -> None:
-    """Raises ConfigurationError if a weight in `folder` is not a number, or infinite."""
+def _check_finite(config: Config) -> None:
+    """Raises ConfigurationError if a weight of the draft model is not a number, or infinite."""
+    folder = Path(config.draft_model)
     for file in sorted(resolve_model_folder(str(folder)).glob("*.safetensors")):
         with loading(str(folder)), safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  # it is not iterable itself

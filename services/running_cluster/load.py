@@ -23,6 +23,7 @@ _ANSWER_SECONDS = 300.0
 _RAMP_SECONDS = 120.0
 _POLL_SECONDS = 0.2  # interval between checks for errors, which send no request
 _WAITING_SECONDS = 1.0  # interval between checks of the number of waiting sequences
+_LIMITS = ("first_token_ms", "output_token_ms")
 _KINDS = ("verify", "decode", "prefill")
 _COUNTED = {
     "wait": "outrider_proposal_wait_seconds_total",
@@ -167,6 +168,7 @@ class LoadMaker:
             num_preemptions=share * grown["preemptions"],
             num_refusals=share * grown["refusals"],
             waiting_seconds=share * grown["waiting"],
+            within_limits={limit: (grown[f"{limit} kept"], grown[limit]) for limit in _LIMITS if grown[limit]},
         )
         return Measured(workload, counts)
 
@@ -176,6 +178,9 @@ def _counters(router: MetricsPage, targets: Sequence[MetricsPage], drafts: Seque
     for kind in _KINDS:
         found[kind] = total(targets, "outrider_steps_total", kind=kind)
         found[f"{kind} seconds"] = total(targets, "outrider_step_seconds_total", kind=kind)
+    for limit in _LIMITS:
+        found[limit] = total(targets, "outrider_limit_ratio_count", limit=limit)
+        found[f"{limit} kept"] = total(targets, "outrider_limit_ratio_bucket", limit=limit, le="1.0")
     for reason in ("full", "no_credit"):
         found["refusals"] += total(targets, "outrider_sequences_refused_total", reason=reason)
     drafting = [*targets, *drafts]

@@ -18,6 +18,7 @@ from cluster.config import Config
 from cluster.model_folder import resolve_model_folder
 from services import cli
 from services.launch.local import LocalCluster
+from tests.services.distill.sql_prompts import prompts
 from tests.soak import length
 from tests.waiting import wait_until
 
@@ -112,6 +113,21 @@ def test_workers_that_start_later_have_the_promoted_version(
     assert not (root / ".promoted").exists()
 
 
+def test_distill_loads_what_it_trained(
+    two_drafts: LocalCluster, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = versions(two_drafts, capsys)
+    traffic = tmp_path / "traffic.jsonl"
+    traffic.write_text("".join(f"{json.dumps({'prompt': one})}\n" for one in prompts(20, seed=1)), encoding="utf-8")
+    models = ["--target", Config().target.model, "--draft", Config().draft.model, "--out", str(root / "trained")]
+    short = ["--max-tokens", "4", "--epochs", "0.1", "--batch-size", "2"]
+    on_one = ["--load", "--share", "0.5", "--url", two_drafts.url]
+    assert cli.main(["distill", "--traffic", str(traffic), *models, *short, *on_one]) == 0
+    assert sorted(versions(two_drafts, capsys))[0].startswith(str(root / "trained"))
+    assert cli.main(["drafts", "rollback", "--url", two_drafts.url]) == 0
+    assert versions(two_drafts, capsys) == before
+
+
 def restart_first(cluster: LocalCluster) -> None:
     os.kill(cluster.drafts[0].pid, signal.SIGKILL)
     wait_until(lambda: not two_drafts_are_up(cluster))
@@ -122,7 +138,7 @@ def restart_first(cluster: LocalCluster) -> None:
     ("folder", "reason"),
     [
         ("not numbers", "is not finite"),
-        ("cut off", "cannot load"),
+        ("cut off", "cannot read"),
         ("wrong shape", "has shape"),
         ("nowhere", "is not a folder below"),
         ("../outside", "is not a folder below"),

@@ -142,6 +142,15 @@ class TestChoice:
         assert pool.choose() is better
         assert worse.sequences == {}
 
+    def test_a_draft_that_is_measured_at_one_temperature_is_not_new_at_another(self, pool: Pool) -> None:
+        worse, better = pool.link(0.0005, "worse"), pool.link(0.0005, "better")
+        pool.accepts("worse", 0.3)
+        put(better)
+        assert pool.choose() is worse  # one sequence at a time while nothing is known of it
+        for _ in range(100):
+            pool.planner.rates("better", 0.0).observe(1, 1)
+        assert pool.choose() is better
+
     def test_a_better_draft_that_is_too_far_is_not(self, pool: Pool) -> None:
         better, worse = pool.link(0.045, "better"), pool.link(0.001, "worse")
         pool.accepts("better", 0.8)

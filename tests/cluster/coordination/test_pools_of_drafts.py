@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import pytest
@@ -89,6 +90,66 @@ class TestModels:
         for name, own in tokens.items():
             key = NoiseKey.derive(int(name), 0)
             assert own == [token_at(key, 8 + place, 1000) for place in range(60)]
+
+
+class TestVersions:
+    """Three workers, and a new version of the draft on one of them, where drafts pay."""
+
+    STEPS = "simulation.target_step_ms=[[1, 30], [16, 33], [64, 40], [128, 60], [512, 200]]"
+    STREAMS, MAX_TOKENS = 12, 100
+
+    def serving(self, first_seed: int = 0) -> VirtualCluster:
+        running = VirtualCluster(config(self.STEPS), [draft(0.8, "old")] * 3, seeds=itertools.count(first_seed))
+
+        def replace_ended(outputs: Sequence[GenerationOutput]) -> None:
+            for output in outputs:
+                if output.finish_reason is not None:
+                    running.submit(self.MAX_TOKENS)
+
+        running.on_step = replace_ended
+        for _ in range(self.STREAMS):
+            running.submit(self.MAX_TOKENS)
+        running.run(4.0)
+        return running
+
+    def load(self, running: VirtualCluster, acceptance: float) -> None:
+        changed = running.pool.drafts[-1]
+        changed.wanted = draft(acceptance, "new")
+        changed.kill()
+        running.run(0.5)
+        changed.start()
+
+    def test_a_bad_one_never_gets_more_than_one_sequence(self) -> None:
+        running = self.serving()
+        self.load(running, 0.2)
+        until = running.time.now() + length(2.5, 20.0)
+        most = 0
+        while running.time.now() < until:
+            running.step()
+            most = max(most, loads(running)[-1])
+        assert most == 1
+
+    def test_a_good_one_gets_its_share_within_seconds(self) -> None:
+        running = self.serving()
+        self.load(running, 0.8)
+        until = running.time.now() + 20.0
+        while loads(running)[-1] < 3:
+            assert running.time.now() < until
+            running.run(0.5)
+
+    @only_in_soak
+    @pytest.mark.parametrize("acceptance", [0.0, 0.3])
+    def test_a_bad_one_costs_few_tokens(self, acceptance: float) -> None:
+        num_tokens = [0, 0]
+        for seed in range(4):
+            for index, loads_it in enumerate((False, True)):
+                running = self.serving(seed * 10_000)
+                if loads_it:
+                    self.load(running, acceptance)
+                before = running.num_tokens
+                running.run(5.0)
+                num_tokens[index] += running.num_tokens - before
+        assert num_tokens[1] > 0.95 * num_tokens[0]
 
 
 class TestPlaces:

@@ -355,6 +355,8 @@ def test_prompts_that_are_too_few_or_too_long_are_told_before_any_is_asked(
     [
         (["--traffic", "none.jsonl", "--target", TARGET], "none.jsonl"),
         (["--traffic", "FILE", "--target", "no-such-model"], "no-such-model"),
+        (["--traffic", "FILE", "--target", TARGET, "--load", "--drafter", "eagle"], "a target loads its eagle head"),
+        (["--traffic", "FILE", "--target", TARGET, "--load", "--url", "http://127.0.0.1:9"], "127.0.0.1:9"),
     ],
 )
 def test_what_cannot_be_is_one_line(
