@@ -6,7 +6,7 @@ OutriderError
 ├── InvalidRequestError     400  INVALID_ARGUMENT    the caller's request is unusable; `param` names the field
 │   └── ContextLengthError  400  OUT_OF_RANGE        longer than model or cache allow
 ├── NotFoundError           404  NOT_FOUND           no such model or route
-├── OverloadedError         503  RESOURCE_EXHAUSTED  the queue is full; nothing was started
+├── OverloadedError         503  RESOURCE_EXHAUSTED  there is no room now; nothing was started
 ├── UnavailableError        503  UNAVAILABLE         no worker can answer now
 └── InternalError           500  INTERNAL            we broke something
 

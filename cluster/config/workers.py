@@ -152,6 +152,12 @@ class TargetConfig(WorkerConfig):
         description="limit of the milliseconds from a request's arrival at a target to its first token, at p99; "
         "null: no limit",
     )
+    refuse_late: bool = Field(
+        False,
+        description="whether a request that is predicted to miss its limits (`first_token_ms`, "
+        "`speculation.output_token_ms`) is refused, so that routers try another target; a continued request is always "
+        "accepted, and so is a lone one",
+    )
     max_waiting_tokens: PositiveInt = Field(
         2**22,
         description="waiting prompt tokens, each sequence counted as at least 256, at which routers try another "

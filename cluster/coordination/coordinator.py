@@ -360,7 +360,7 @@ class Coordinator:
             if isinstance(happened.event, SpeculateReply):
                 self._take_reply(happened.link, happened.event, happened.answer_seconds)
             elif happened.event is LinkState.UP:
-                self._balancer.add(happened.link)
+                self.planner.replaces(happened.link.model, self._balancer.add(happened.link))
             else:
                 link = self._balancer.remove(happened.link)
                 if link is not None:

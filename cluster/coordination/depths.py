@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -32,7 +34,7 @@ class DepthPlanner:
         self.steps = StepTimes(max_rows)
         self.trees = TreePolicy(config.tree_width, config.max_speculative_tokens)
         self.realised = RealisedGain()
-        self.initial_depth = config.num_speculative_tokens  # depth of a new sequence
+        self.initial_depth = config.num_speculative_tokens  # depth of a new sequence before a plan
         self.num_planned_rows = 0  # number of sequences in the step of the last plan
         self.has_drafts = True  # whether the last plan gave any sequence drafts
         self.is_plain_step = False  # the current step leaves drafts out
@@ -40,7 +42,8 @@ class DepthPlanner:
         self.leaves_prompts_waiting = False  # whether the last plan's steps cannot compute the prompts that they cause
         self.probe: SpeculativeSequence | None = None
         self._opening_template: Template | None = None
-        self._opening_tokens: float | None = None  # expected tokens per round of a new sequence; None before a plan
+        # Depth and expected tokens per round of a new sequence, by its limit, ascending; empty before a plan.
+        self._openings: dict[float, tuple[int, float]] = {}
         self._predicted = 0.0  # tokens per second of one sequence that the last plan predicts; 0: no prediction
         self._config = config
         self.max_depth = config.max_speculative_tokens
@@ -48,11 +51,13 @@ class DepthPlanner:
         self._controller = make_controller(config, self.steps)
         self.measures = self._controller.measures
         self._rates: dict[tuple[str, float], PositionRates] = {}  # rates by draft model and temperature
+        self._replaced: dict[str, str] = {}  # by draft model: the one that it replaced on a worker
         self._num_plans = 0  # plans since a draft model or a temperature appeared for the first time
         self._steps_to_plan = 0.0
         self._steps_to_plain, self._steps_to_probe = WINDOW, 0
         self._num_probes = 0
         self._inverse_tokens = 1.0 / LIMIT_TOKENS  # mean of 1 / tokens of answers with a limit
+        self._num_lengths = PRIOR  # answers in that mean, at most `WINDOW`
 
     # Sequences.
 
@@ -63,8 +68,14 @@ class DepthPlanner:
         acceptance = SequenceAcceptance(self.rates("", sequence.params.temperature))
         sequence.joined(acceptance, self._config.window(asked or self.max_depth))
         if asked is None:
-            expected = self._opening_tokens or tokens_per_round(acceptance.survival()[: self.initial_depth])
-            sequence.planned(self.initial_depth, self._opening_template, expected)
+            if self._openings:
+                limits = list(self._openings)
+                place = max(0, bisect_right(limits, self.limit_of(sequence)) - 1)
+                depth, expected = self._openings[limits[place]]
+            else:
+                depth = self.initial_depth
+                expected = tokens_per_round(acceptance.survival()[:depth])
+            sequence.planned(depth, self._opening_template, expected)
             # The fewer sequences the last plan had, the less it fits with a new one: the next plan comes sooner.
             self._steps_to_plan -= PLAN_STEPS / max(1, self.num_planned_rows)
         else:
@@ -78,7 +89,8 @@ class DepthPlanner:
     def leave(self, sequence: SpeculativeSequence) -> None:
         num_tokens = len(sequence.token_ids) - sequence.num_prompt_tokens
         if num_tokens >= LIMIT_TOKENS and math.isfinite(self.limit_of(sequence)):
-            self._inverse_tokens += (1.0 / (num_tokens - 1) - self._inverse_tokens) / WINDOW
+            self._num_lengths = min(self._num_lengths + 1.0, WINDOW)
+            self._inverse_tokens += (1.0 / (num_tokens - 1) - self._inverse_tokens) / self._num_lengths
         if sequence.acceptance is not None:  # a sequence that never joined was not counted in `steps`
             self.steps.ended()
             # Rounds since the last plan are ignored. Well-drafted answers end within a few deep rounds, so these
@@ -94,9 +106,19 @@ class DepthPlanner:
         """Returns the acceptance rates of the drafts of `model` at about this temperature, shared by all sequences."""
         kind = model, kind_of(temperature)
         if kind not in self._rates:
-            self._rates[kind] = PositionRates(self.max_depth)
+            replaced = self._rates.get((self._replaced.get(model, ""), kind[1]))
+            self._rates[kind] = PositionRates(self.max_depth) if replaced is None else replaced.successor()
             self._num_plans = 0
         return self._rates[kind]
+
+    def most_tests(self, model: str) -> float:
+        """Returns the tests of the best known temperature of `model`, as `PositionRates.num_tests`."""
+        return max((rates.num_tests for (name, _), rates in self._rates.items() if name == model), default=0.0)
+
+    def replaces(self, model: str, replaced: str) -> None:
+        """Makes `model` begin with the rates of `replaced`, the model that its worker had before."""
+        if replaced != model:
+            self._replaced.setdefault(model, replaced)
 
     def survival(self, model: str, temperature: float) -> FloatArray:
         """Returns, for depths 1, 2, ..., the probability that a draft of `model` at that depth is committed."""
@@ -165,14 +187,14 @@ class DepthPlanner:
             1.0 / self._inverse_tokens,
         )
         choice = self._controller.choose(step)
-        chosen = []
+        chosen = defaultdict(list)
         for sequence, depth, tokens in zip(decoding, choice.num_drafts, choice.expected_tokens, strict=True):
             is_free = sequence.is_automatic
             sequence.planned(depth, choice.template if is_free else None, tokens)
             if is_free:
-                chosen.append((depth, tokens))
+                chosen[self.limit_of(sequence)].append((depth, tokens))
         if chosen:
-            self.initial_depth, self._opening_tokens = sorted(chosen)[len(chosen) // 2]
+            self._openings = {limit: sorted(own)[len(own) // 2] for limit, own in sorted(chosen.items())}
             self._opening_template = choice.template
         self.has_drafts = any(choice.num_drafts)
         self.spare_seconds = choice.spare_seconds

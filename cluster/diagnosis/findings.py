@@ -31,6 +31,7 @@ _LEAST_LOSS = 0.05  # minimum loss to report: smaller losses are within the nois
 _SHARE_OF_A_STEP = 0.05  # share of a target step that a round trip may take without a finding
 _FULL_SHARE = 0.9  # steps are full with this share of the streams; the others begin, end or wait for admission
 _REFUSED_SHARE = 0.05  # share of the steps with a refused sequence that makes a finding
+_KEPT_SHARE = 0.99  # of the requests with a limit; limits are meant at p99
 
 Rate = Callable[[SpeedModel], float]
 "Tokens per second of a cluster without the problem."
@@ -53,7 +54,7 @@ def findings(found: Examination, earlier_survival: Sequence[float] = ()) -> list
     Problems without a prediction come first. `earlier_survival`: survival of the draft's tokens when it was new, if
     known; a repaired draft is assumed to be at least as good.
     """
-    threads = list(_threads(found.threads))
+    threads = [*_threads(found.threads), *_limits(found)]
     if not found.has_drafts:
         return [
             *threads,
@@ -103,6 +104,35 @@ def _threads(workers: Sequence[WorkerThreads]) -> Iterator[Finding]:
             "; ".join(seen),
             f"set {' and '.join(settings)} to null (one thread per core), then run the doctor again: until then the "
             "times of drafts and network are unreliable",
+            None,
+        )
+
+
+def _limits(found: Examination) -> Iterator[Finding]:
+    """Yields a finding for each limit of time that requests miss, with the part that takes most of the time."""
+    counts = found.auto.counts
+    prompts = (counts.prefill.seconds, "steps with prompts")
+    answers = ((counts.verify + counts.decode).seconds, "steps without prompts")
+    waits = (counts.wait_seconds, "waits for drafts")
+    for limit, (num_kept, num_requests) in counts.within_limits.items():
+        if num_kept >= _KEPT_SHARE * num_requests:
+            continue
+        seconds, part = max(prompts, answers, waits)
+        what = f"{100 * seconds / max(counts.busy_seconds, 1e-9):.0f} % of the targets' time are {part}"
+        if limit == "first_token_ms" and found.is_cache_full:
+            what, remedy = f"{counts.mean_waiting:.1f} requests wait for blocks", "raise target.kv_cache_bytes"
+        elif limit == "first_token_ms":
+            remedy = "raise target.max_prefill_ms"
+        elif part == prompts[1]:
+            remedy = "lower target.max_prefill_ms"
+        elif part == answers[1]:
+            remedy = "lower target.max_num_seqs"
+        else:
+            remedy = "raise draft.replicas"
+        yield Finding(
+            f"{limit} missed",
+            f"{num_kept:.0f} of {num_requests:.0f} requests were within the limit; {what}",
+            f"{remedy} or target.replicas, or set target.refuse_late",
             None,
         )
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 MAX_DEPTH = 16  # deepest draft position that is examined
 _ALIKE = 1.25  # maximum ratio of row numbers that are combined
@@ -49,6 +49,8 @@ class Counts:
     num_preemptions: float = 0.0
     num_refusals: float = 0.0  # sequences refused by draft workers without room
     waiting_seconds: float = 0.0  # time that sequences waited for blocks, summed over sequences
+    # By limit (`first_token_ms`, `output_token_ms`): requests within it, and all requests that have it.
+    within_limits: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def tokens_per_second(self) -> float:

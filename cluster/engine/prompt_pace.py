@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cluster.speculation.learned_curve import LearnedCurve
+from cluster.speculation.line_fit import LineFit
 
 _LEAST_TOKENS = 16  # minimum of prompt tokens in a step, so that prompts make progress
 _FIRST_TOKENS = 64  # limit of prompt tokens before the first measurement; then twice the largest measured number
@@ -121,8 +122,7 @@ class _TokenCost:
     def __init__(self) -> None:
         self._before, self._seconds = 0.0, 0.0  # preceding tokens and seconds per token of the latest step
         self._growth = 0.0  # growth of the cost per preceding token, relative to the cost without preceding tokens
-        self._weight = 0.0  # weight of all observations; the next line has their means and moments
-        self._mean_before = self._mean_seconds = self._variance = self._covariance = 0.0
+        self._fit = LineFit(_KEPT_SHARE)  # of seconds per token over preceding tokens
         self.is_known = False
 
     def of(self, part: PromptPart) -> float:
@@ -147,25 +147,19 @@ class _TokenCost:
         Without `is_telling`, `seconds` is only an upper bound.
         """
         if is_telling:
-            self._fit(before, seconds)
+            self._learn(before, seconds)
         elif self.is_known and seconds >= self._of_one(before):
             return
         self._before, self._seconds = before, seconds
         self.is_known = True
 
-    def _fit(self, before: float, seconds: float) -> None:
-        """Updates the least-squares fit, in which older steps lose weight."""
-        self._weight = _KEPT_SHARE * self._weight + 1.0
-        share = 1.0 / self._weight
-        off_before, off_seconds = before - self._mean_before, seconds - self._mean_seconds
-        self._mean_before += share * off_before
-        self._mean_seconds += share * off_seconds
-        self._variance = (1.0 - share) * (self._variance + share * off_before * off_before)
-        self._covariance = (1.0 - share) * (self._covariance + share * off_before * off_seconds)
-        if self._variance > 0.0:
-            slope = max(self._covariance / self._variance, 0.0)
+    def _learn(self, before: float, seconds: float) -> None:
+        fit = self._fit
+        fit.observe(before, seconds)
+        if fit.variance_x > 0.0:
+            slope = max(fit.covariance / fit.variance_x, 0.0)
             # Every token takes time, so a lower value of the fit is noise.
-            at_start = max(self._mean_seconds - slope * self._mean_before, 0.05 * self._mean_seconds)
+            at_start = max(fit.mean_y - slope * fit.mean_x, 0.05 * fit.mean_y)
             self._growth = slope / at_start
 
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 FloatArray = npt.NDArray[np.float64]
 Value = TypeVar("Value", float, FloatArray)
 
-_Z99 = 2.3263478740408408  # 99th percentile of the normal distribution
+Z99 = 2.3263478740408408  # 99th percentile of the normal distribution
 
 
 def token_moments(survival: Sequence[float]) -> tuple[float, float]:
@@ -49,5 +49,5 @@ def seconds_per_token_p99(
     """
     rounds = mean_rounds(mean_tokens, mean_square, num_tokens)
     variance = num_tokens * (mean_square - mean_tokens**2) / mean_tokens**3 * step_seconds**2
-    p99: Value = (rounds * step_seconds + _Z99 * (rounds * step_variance + variance) ** 0.5) / num_tokens
+    p99: Value = (rounds * step_seconds + Z99 * (rounds * step_variance + variance) ** 0.5) / num_tokens
     return p99

@@ -176,6 +176,9 @@ class _Search:
         self._costs = list({id(c.costs): c.costs for c in candidates if c.costs is not None}.values())
         place_of = {id(costs): place for place, costs in enumerate(self._costs)}
         self._links = np.array([place_of.get(id(c.costs), -1) for c in candidates], np.int64)
+        if limits.are_set:
+            chains = np.asarray(np.cumprod(self._rates, axis=1), np.float64)
+            limits.drop_hopeless(chains, np.arange(1, chains.shape[1] + 1), steps.curve.seconds(num_rows))
 
     def best(self, template: Template | None, min_gain: float) -> Choice:
         """Returns the best numbers of drafts, in chains or in trees of the leading nodes of `template`.
@@ -189,11 +192,14 @@ class _Search:
             np.cumprod(self._rates, axis=1) if template is None else template.survivals(self._rates), np.float64
         )
         levels = np.arange(1, worth.shape[1] + 1) if template is None else template.levels[: worth.shape[1]]
-        found = self._most(worth, levels, template, None, min_gain)
         ready = self._ready_shares(levels)
-        if ready.any():
-            found = max(found, self._most(worth, levels, template, ready, min_gain), key=itemgetter(0))
-        (negative_excess, rate), num_drafts, tokens_per_second = found
+        found = []
+        for first in self._limits.turns:
+            for present in [None, ready] if ready.any() else [None]:
+                found.append(self._most(worth, levels, template, present, min_gain, first))
+            if all(is_free for *_, is_free in found):  # no limit forbids the drafts of most worth: the usual case
+                break
+        (negative_excess, rate), num_drafts, tokens_per_second, _ = max(found, key=itemgetter(0))
         plain_excess, plain_rate = self._plain()
         if (negative_excess, rate) <= (-plain_excess, min_gain * plain_rate):
             num_drafts, negative_excess, template, min_gain = np.zeros_like(num_drafts), -plain_excess, None, 1.0
@@ -211,23 +217,28 @@ class _Search:
         template: Template | None,
         ready: FloatArray | None,
         min_gain: float,
-    ) -> tuple[tuple[float, float], IntArray, float]:
+        first: int | None,
+    ) -> tuple[tuple[float, float], IntArray, float, bool]:
         """Returns the best numbers of drafts, their negative excess and rate, and their rate in steps without prompts.
+
+        Last, whether they are also the best without limits.
 
         Rates are in tokens per second. `ready`: the probability that each draft is ready, for steps that do not
         wait; None for steps that wait. `min_gain` is also how much longer than predicted steps with drafts take.
+        `first`: the class of sequences whose drafts are added before all others; None: in order of worth.
         """
         place = np.broadcast_to(np.arange(1, worth.shape[1] + 1), worth.shape)
         allowed = place <= self._max_depths[:, None]
         present = np.ones(worth.shape) if ready is None else ready
         worth = worth * present
         # The sort is stable and `worth` never rises along a row, so the tokens of a sequence keep their order.
-        order = np.argsort(np.where(allowed, -worth, np.inf), axis=None, kind="stable")[: int(allowed.sum())]
+        value = worth if first is None else worth + (self._limits.class_of == first)[:, None]
+        order = np.argsort(np.where(allowed, -value, np.inf), axis=None, kind="stable")[: int(allowed.sum())]
         worth, place, present = worth.ravel()[order], place.ravel()[order], present.ravel()[order]
         sequence_of = order // allowed.shape[1]
         depth_of = levels[place - 1]
         deepest = int(depth_of.max(initial=0))
-        caps = self._limits.caps(depth_limits(deepest) if template is None else [deepest])
+        caps = self._limits.caps(depth_limits(deepest) if template is None else [deepest], first)
         # [alternatives, tokens], as are all arrays from here on
         taken = depth_of <= caps[:, self._limits.class_of[sequence_of]]
         num_taken = np.cumsum(taken, axis=1)
@@ -247,11 +258,16 @@ class _Search:
         rate, (limit, last) = best_prefix(tokens, took, excess)
         seconds = self._steps.curve.seconds(self._num_rows + float(rows[limit, last])) + float(wait[limit, last])
         num_drafts = np.bincount(sequence_of[: last + 1][taken[limit, : last + 1]], minlength=len(self._rates))
-        return (-float(excess[limit, last]), rate), num_drafts, float(tokens[limit, last]) / seconds
+        is_free = rate >= float((tokens / took).max())
+        return (-float(excess[limit, last]), rate), num_drafts, float(tokens[limit, last]) / seconds, is_free
 
     def _ready_shares(self, levels: IntArray) -> FloatArray:
-        """Returns the share of steps in which each candidate's draft is ready, [candidates, drafts]."""
+        """Returns the share of steps in which each candidate's draft is ready, [candidates, drafts].
+
+        A link that is new is assumed to be as ready as the best of the others: without drafts it is never measured.
+        """
         by_link = np.array([[0.0] * len(levels), *(costs.ready_at(levels) for costs in self._costs)])
+        by_link[[False, *(not costs.is_readiness_known for costs in self._costs)]] = by_link.max(axis=0)
         return by_link[self._links + 1]
 
     def _plain(self) -> tuple[float, float]:

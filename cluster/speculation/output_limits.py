@@ -29,6 +29,7 @@ class OutputLimits:
 
     Sequences with the same limit are a class. If there are more than `MAX_CLASSES` limits, the laxer ones count as the
     strictest among themselves. Sequences without a limit are the last class, which is always kept.
+    Requests set limits, so one that no drafts could keep must not cost the others theirs: it is dropped.
     """
 
     def __init__(
@@ -55,19 +56,29 @@ class OutputLimits:
         places = np.searchsorted(self._limits, limits, side="right") - 1
         return np.where(np.isinf(limits), len(self._limits) - 1, places).astype(np.int64)
 
-    def caps(self, depths: Sequence[int]) -> IntArray:
-        """Returns alternatives of maximum depths by class, [alternatives, classes].
+    @property
+    def turns(self) -> list[int | None]:
+        """The classes whose drafts the search adds before all others, one after the other; None: in order of worth."""
+        return [None, *(place for place in np.unique(self.class_of)[:-1] if np.isfinite(self._limits[place]))]
 
-        With several classes, each class in turn has every pair of its own maximum and that of all others.
+    def drop_hopeless(self, worth: FloatArray, levels: IntArray, seconds: float) -> None:
+        """Drops limits that would be missed even if steps with all drafts took `seconds`, as those without.
+
+        `worth`: of all drafts at `levels` of each free sequence, [sequences, drafts].
         """
-        classes = np.unique(self.class_of)
-        if len(classes) == 1:
+        self._limits[:-1] = np.where(self._longest_steps(worth, levels) < seconds, np.inf, self._limits[:-1])
+
+    def caps(self, depths: Sequence[int], first: int | None) -> IntArray:
+        """Returns alternatives of maximum depths by class, [alternatives, classes]: one of `depths` for all classes.
+
+        With the class `first`: every pair of its own maximum and that of all others, of 0 and every second depth.
+        """
+        if first is None:
             return np.repeat(np.array(depths)[:, None], len(self._limits), axis=1)
-        pairs = np.array([(own, rest) for own in (0, *depths) for rest in (0, *depths)])
-        caps = np.repeat(pairs[None, :, 1:], len(self._limits), axis=2).repeat(len(classes) - 1, axis=0)
-        for turn, place in enumerate(classes[:-1]):
-            caps[turn, :, place] = pairs[:, 0]
-        return caps.reshape(-1, len(self._limits))
+        pairs = np.array([(own, rest) for own in (0, *depths[::-2]) for rest in (0, *depths[::-2])])
+        caps = np.repeat(pairs[:, 1:], len(self._limits), axis=1)
+        caps[:, first] = pairs[:, 0]
+        return caps
 
     @property
     def are_set(self) -> bool:
@@ -96,10 +107,14 @@ class OutputLimits:
 
         `gained`: expected tokens of the drafts at `levels` of each free sequence, [sequences, drafts].
         """
+        return float(np.min(self._longest_steps(gained, levels), initial=np.inf))
+
+    def _longest_steps(self, gained: FloatArray, levels: IntArray) -> FloatArray:
+        """Returns the longest step for each limit, [classes but the last]."""
         places, num_places = self.class_of, len(self._limits)
         tokens = self._tokens + np.bincount(places, gained.sum(axis=1), num_places)
         squares = self._squares + np.bincount(places, ((2 * levels + 1) * gained).sum(axis=1), num_places)
         p99 = seconds_per_token_p99(  # of steps of a second; the last class has no limit and may be empty
             (tokens[:-1] / self._sizes[:-1]), (squares[:-1] / self._sizes[:-1]), self._answer_tokens, 1.0, 0.0
         )
-        return float(np.min(self._limits[:-1] / p99, initial=np.inf))
+        return np.asarray(self._limits[:-1] / p99)

@@ -30,7 +30,7 @@ TRIAL_COST = 0.005  # maximum share of the tokens that drafts may cost while the
 
 # Limits.
 LIMIT_TOKENS = 32  # minimum tokens of an answer to which a limit applies: the mean of fewer is mostly chance
-MAX_CLASSES = 4  # limits that a step distinguishes: each one lengthens a plan by a tenth
+MAX_CLASSES = 2  # limits that a step distinguishes: each one takes as long to plan for as a few steps without
 
 KEEP = 1.0 - 1.0 / WINDOW  # decay of a count, per observation
 RECENT = round(1.0 / RATE)  # observations that most of an average with `RATE` consists of

@@ -19,7 +19,7 @@ from cluster.telemetry.tracing import Tracer
 from cluster.wire.replies import UNFINISHED, CallReply, RoundCounts
 from protos.speculation.v1 import target_pb2
 from services.shared_limit import SharedLimit
-from services.target.request_limits import RequestLimits
+from services.target.request_limits import MIN_WAITING_TOKENS, RequestLimits
 from services.target.requests import to_engine
 from services.target.tracing import CallTrace, trace_call
 
@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 
 _DRAIN_POLL_SECONDS = 0.05
 _MAX_ENDED_REPLIES = 1024  # unread replies of a stream to ended calls; further calls wait until they are read
-_MIN_WAITING_TOKENS = 256  # a sequence takes at most the memory of this many tokens in addition to its own
 
 _WIRE_FINISH_REASONS = {
     None: UNFINISHED,
@@ -151,7 +150,7 @@ class Calls:
             if self.is_draining:
                 raise UnavailableError("the target is shutting down")
             self._let_wait(request_id, request)
-            self._limits.started(request_id, request)
+            self._limits.started(request_id, request, self._waiting_tokens.held, len(self._running))
             generation = to_engine(
                 request, request_id, self._target, self._max_speculative_tokens, is_traced=trace is not None
             )
@@ -163,7 +162,7 @@ class Calls:
     def _let_wait(self, request_id: str, request: target_pb2.GenerateRequest) -> None:
         """Counts the tokens of `request`. Raises OverloadedError if too many tokens wait already."""
         num_tokens = len(request.prompt_token_ids) + len(request.constraints.allowed_token_ids)
-        num_tokens = max(num_tokens, _MIN_WAITING_TOKENS)
+        num_tokens = max(num_tokens, MIN_WAITING_TOKENS)
         waiting, may_exceed = self._waiting_tokens, bool(request.num_generated_tokens)
         if waiting.held and not may_exceed and not waiting.has_room(request.owner, num_tokens):
             raise OverloadedError(f"sequences with {waiting.held} tokens are waiting already, of {waiting.limit}")

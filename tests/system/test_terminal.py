@@ -158,7 +158,7 @@ class TestChat:
         assert main(["chat", "--url", cluster.url, *shlex.split(arguments)]) == 0
         answer, _, summary = capsys.readouterr().out.rpartition("\n[")
         assert answer == expected
-        assert re.match(r"48 tokens in .* [1-9]\d* accepted drafts, .*bonus tokens", summary)
+        assert re.match(r"48 tokens in .* [1-9]\d* accepted drafts, .*(corrections|bonus tokens)", summary)
 
     def test_a_conversation_goes_on(
         self, cluster: LocalCluster, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

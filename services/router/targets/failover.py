@@ -55,11 +55,11 @@ async def run_anywhere(
     """Yields the replies to `request`, up to one with a finish reason.
 
     If a worker is lost, waits up to `max_pause_seconds` for another one. Once there are tokens, it must have the same
-    traits, unless the pool allows different ones. If all queues are full, waits for the same time if there are tokens
+    traits, unless the pool allows different ones. If all targets are full, waits for the same time if there are tokens
     or `is_patient` returns True. Closing the generator frees the sequence.
 
     Raises UnavailableError if no worker can continue in that time, or after _MAX_MOVES moves. Raises OverloadedError
-    if all queues are full. Raises InternalError if _MAX_LOST_TARGETS in a row were lost without a new token, or if the
+    if all targets are full. Raises InternalError if _MAX_LOST_TARGETS in a row were lost without a new token, or if the
     only target failed. Raises ModelNotFoundError if the adapter has been unloaded. Errors that a target reports for the
     request are raised, too.
     """
@@ -101,7 +101,7 @@ async def run_anywhere(
                 replica = another
                 continue
             if not (token_ids or is_patient()) or time.monotonic() > last_answer_at + max_pause_seconds:
-                raise OverloadedError("the targets' queues are full; retry later") from error
+                raise OverloadedError("all targets are full; retry later") from error
             full.clear()
             await asyncio.sleep(_FULL_PAUSE_S)
             replica = await pool.wait_for(like, max_pause_seconds, adapter, request.routing_key)

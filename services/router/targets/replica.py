@@ -414,7 +414,7 @@ class Replica:
         if isinstance(error, NotFoundError):
             return ReplicaLostError("unloaded", was_reached=False)
         if isinstance(error, OverloadedError):
-            return OverloadedError("the target's queue is full; retry later")
+            return OverloadedError("the target is full; retry later")
         if isinstance(error, UnavailableError):
             self._become("draining", _IS_DRAINING)
             return ReplicaLostError("draining")

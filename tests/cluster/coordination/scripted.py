@@ -72,8 +72,12 @@ class ScriptedPool:
         return events
 
 
-def new_sequence(k: int | None = K, prompt: list[int] = PROMPT) -> SpeculativeSequence:
-    return SpeculativeSequence(list(prompt), len(prompt), SamplingParams(), NoiseKey(1, 2), k)
+def new_sequence(
+    k: int | None = K, prompt: list[int] = PROMPT, output_limit: float | None = None
+) -> SpeculativeSequence:
+    return SpeculativeSequence(
+        list(prompt), len(prompt), SamplingParams(), NoiseKey(1, 2), k, output_limit=output_limit
+    )
 
 
 class Rounds:

@@ -14,6 +14,7 @@ from cluster.coordination.sequence import Round
 from cluster.speculation.drafts import Drafts
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
+from cluster.speculation.tuning import INITIAL_RATE
 from cluster.wire.messages import Open, Proposal, SpeculateReply, SpeculateRequest, Timing
 
 from .scripted import LIMITS, PROMPT, TIMEOUT_S, VOCAB_SIZE, K, Rounds, ScriptedLink, ScriptedPool, new_sequence
@@ -273,6 +274,32 @@ def test_a_proposal_not_worth_its_wait_is_used_by_the_step_after(pool: ScriptedP
     assert drafts.keys() == {few, *many}
     assert list(drafts[few].token_ids) == [11, 12, 13]
     assert coordinator.stats.num_late_rounds == 0
+
+
+class TestVersions:
+    def test_a_new_one_begins_with_the_rates_of_the_old_one_and_is_measured_by_itself(
+        self, coordinator: Coordinator, pool: ScriptedPool, link: ScriptedLink
+    ) -> None:
+        other = ScriptedLink("other")
+        pool.happens(other, LinkState.UP)
+        coordinator.begin(())
+        old = coordinator.planner.rates("draft", 1.0)
+        for _ in range(50):
+            for num_accepted in (0, 1, 0, 2, 0, 1, 0, 3):  # a half at each position
+                old.observe(3, num_accepted)
+        for version in ("second", "third"):
+            pool.happens(link, LinkState.DOWN)
+            link.model = version
+            pool.happens(link, LinkState.UP)
+            coordinator.begin(())
+            new = coordinator.planner.rates(version, 1.0)
+            assert new.rates == pytest.approx(old.rates, abs=0.1)
+        assert coordinator.planner.rates("unrelated", 1.0).rates[0] == INITIAL_RATE
+        before = list(old.rates)
+        for _ in range(30):
+            new.observe(3, 0)
+        assert new.rates[0] < 0.3
+        assert old.rates == before
 
 
 class TestMessages:

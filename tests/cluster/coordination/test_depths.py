@@ -42,6 +42,23 @@ def test_new_sequences_begin_where_the_others_are(off: Engine) -> None:
     assert newcomer.depth == 0
 
 
+def test_new_sequences_begin_where_the_others_with_their_limit_are() -> None:
+    """Otherwise chats next to many batch jobs would begin without drafts, and their limit would be missed."""
+    engine = Engine(num_sequences=30, output_token_ms=None)
+    chats = [new_sequence(None, output_limit=0.018) for _ in range(2)]
+    for chat in chats:
+        engine.planner.join(chat)
+    engine.rows_cost(0.0008)
+    engine.sequences = [*chats, *engine.sequences]
+    engine.accepts(3)
+    engine.planner.plan(engine.sequences, None, 32)
+    assert engine.depths[0] > 0 == engine.depths[-1]
+    for limit, depth in ((0.018, engine.depths[0]), (0.5, engine.depths[0]), (0.001, engine.depths[0]), (None, 0)):
+        newcomer = new_sequence(None, output_limit=limit)
+        engine.planner.join(newcomer)
+        assert newcomer.depth == depth
+
+
 @pytest.mark.parametrize(("num_rows", "is_due"), [(4, False), (8, False), (2, False), (9, True), (1, True)])
 def test_another_load_is_planned_for_at_once(num_rows: int, is_due: bool) -> None:
     engine = Engine(num_sequences=4)

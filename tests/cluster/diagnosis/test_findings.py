@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.diagnosis.findings import GOOD_ACCEPTANCE, GOOD_COST_RATIO, findings
+from cluster.diagnosis.findings import GOOD_ACCEPTANCE, GOOD_COST_RATIO, Finding, findings
 from cluster.diagnosis.measurements import Measured, StepTotals, TimeCurve, WorkerThreads
 from cluster.diagnosis.speed import SpeedModel
 from cluster.planning.options import LOCAL_ROUND_TRIP_SECONDS
@@ -88,6 +88,51 @@ def test_oversubscribed_threads_are_one_finding_without_a_prediction() -> None:
     assert finding.what == "target a:1: 8 threads compute on 2 cores; draft a:4: 4 threads compute on 1 cores"
     assert finding.remedy.startswith("set target.threads and draft.threads to null")
     assert (finding.tokens_per_second, finding.loss) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("limit", "parts", "what", "remedy"),
+    [
+        (
+            "output_token_ms",
+            {"prefill": StepTotals(10, 6.0)},
+            "60 % of the targets' time are steps with prompts",
+            "max_prefill_ms",
+        ),
+        (
+            "output_token_ms",
+            {"verify": StepTotals(10, 7.0)},
+            "70 % of the targets' time are steps without",
+            "max_num_seqs",
+        ),
+        ("output_token_ms", {"wait_seconds": 5.0}, "50 % of the targets' time are waits for drafts", "draft.replicas"),
+        ("first_token_ms", {"prefill": StepTotals(10, 6.0)}, "60 %", "raise target.max_prefill_ms"),
+        (
+            "first_token_ms",
+            {"num_preemptions": 1.0, "waiting_seconds": 30.0},
+            "requests wait for blocks",
+            "kv_cache_bytes",
+        ),
+    ],
+)
+def test_a_missed_limit_is_named_with_what_takes_the_time(
+    limit: str, parts: dict[str, object], what: str, remedy: str
+) -> None:
+    cluster = HEALTHY.examine()
+    none = {"verify": StepTotals(), "decode": StepTotals(), "prefill": StepTotals(), "wait_seconds": 0.0}
+
+    def missed(num_kept: float) -> list[Finding]:
+        counts = replace(
+            cluster.auto.counts, busy_seconds=10.0, within_limits={limit: (num_kept, 200.0)}, **none | parts
+        )
+        found = findings(replace(cluster, auto=replace(cluster.auto, counts=counts)))
+        return [finding for finding in found if finding.name == f"{limit} missed"]
+
+    assert missed(198) == []
+    (finding,) = missed(197)
+    assert "197 of 200 requests were within the limit" in finding.what
+    assert what in finding.what
+    assert remedy in finding.remedy
 
 
 def test_oversubscribed_threads_come_before_a_loss_that_is_predicted() -> None:

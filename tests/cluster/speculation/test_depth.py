@@ -38,7 +38,7 @@ def curve(points: dict[int, float]) -> LearnedCurve:
 
 
 def link(round_trip: float = 0.0005, step: float = 0.0008) -> LinkCosts:
-    costs = LinkCosts(64)
+    costs = LinkCosts(64, MAX_DEPTH)
     costs.observe_reply(round_trip, DraftStep(step, 1, 1))
     costs.observe_reply(round_trip, DraftStep(2 * step, 16, 16))
     return costs
@@ -227,3 +227,15 @@ def test_fixed_is_fixed() -> None:
     choice = controller.choose(NextStep(own, 2))
     assert choice.num_drafts == [4, 2]
     assert choice.expected_tokens == pytest.approx([1.94, 1.75], abs=0.2)  # 1 + 0.5 + 0.25 + ..., about
+
+
+def test_a_link_that_came_up_gets_drafts_although_steps_only_use_those_that_are_ready() -> None:
+    old, new = link(step=0.020), link(step=0.020)
+    for _ in range(100):
+        old.observe_ready([MAX_DEPTH] * 3, [MAX_DEPTH] * 3)
+    step = NextStep([*candidates(0.8, 3, old), *candidates(0.8, 1, new)], 4)
+    controller = GoodputController(steps_of(curve(MEMORY_BOUND)), TIMEOUT_S)
+    assert controller.choose(step).num_drafts[3] > 0
+    for _ in range(20):
+        new.observe_ready([0], [MAX_DEPTH])
+    assert controller.choose(step).num_drafts[3] == 0

@@ -208,7 +208,7 @@ def test_it_can_be_used_by_keyboard_alone(browser: Browser, cluster: LocalCluste
 def test_an_answer_can_be_stopped_and_an_error_is_shown(browser: Browser, cluster: LocalCluster) -> None:
     with Visit(browser, cluster.url) as visit:
         page = visit.page
-        page.fill("#prompt-length", "1000")
+        page.fill("#prompt-length", "1900")
         page.click("text=Send")
         expect(page.locator("#answer span").first).to_be_attached()
         page.click("text=Stop")
