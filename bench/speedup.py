@@ -207,8 +207,8 @@ def measure(
         num_prompts, seed=num_streams, model=model, num_tokens=(length, length) if length else PROMPT_TOKENS
     )
 
-    def run(cluster: LocalCluster, depth: int | None, prompts: list[list[int]]) -> Run:
-        run = run_streams if arguments.seconds is None else partial(run_window, seconds=arguments.seconds)
+    def run(cluster: LocalCluster, depth: int | None, prompts: list[list[int]], seconds: float | None = None) -> Run:
+        run = run_streams if seconds is None else partial(run_window, seconds=seconds)
         return run(
             cluster.url,
             prompts,
@@ -224,7 +224,7 @@ def measure(
         run(speculative, depth, prompts[: max(WARM_UP_PROMPTS, num_streams // 2)])
     for _ in range(arguments.repeats):
         for cluster, measured in ((plain, point.plain), *((speculative, depth) for depth in point.depths)):
-            measured.add_repeat(cluster, partial(run, cluster, measured.depth, prompts))
+            measured.add_repeat(cluster, partial(run, cluster, measured.depth, prompts, arguments.seconds))
     return point
 
 
