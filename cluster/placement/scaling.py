@@ -1,6 +1,7 @@
 """Decides the numbers of targets and draft workers. No I/O; callers pass the time.
 
-The number of targets depends on their load: their used capacity, and the tokens that wait for them.
+The number of targets depends on their load: their used capacity, and the tokens that wait for them. A target more is
+wanted while over a hundredth of the recent requests with limits are late, because limits are promised at p99.
 
 The number of draft workers depends on their gain. Every target reports the gain of drafts, as its controller measures
 it, with 1, 2, 4, ... sequences per draft worker (`DraftDemand`). The gain includes slow, late and refused proposals,
@@ -28,6 +29,9 @@ ScaledPool = Literal["target", "draft"]
 _MUCH_KV = 0.5  # above this KV use, the memory of a draft worker's sequences determines the room that it has
 _TARGET_USE = 0.8  # wanted use of targets: share of KV blocks or of `target.max_num_seqs`, whichever is higher
 _QUEUED_TOKENS = 4096  # waiting tokens at which a target is added
+_LATE_SHARE = 0.01  # of recent requests with limits: above it, a target is added
+_LATE_SECONDS = 60.0  # for which requests are recent
+_LEAST_LATE = 3  # late requests: fewer are mostly chance
 _SLACK = 0.9  # targets are removed only if the use of the others stays below this share of `_TARGET_USE`
 
 
@@ -63,6 +67,7 @@ class Scaler:
         most = None if drafts.max_replicas is None else drafts.max_replicas + further
         self._drafts = Bounds(drafts.min_replicas + further, most)  # bounds of all draft workers
         self._delays = {"target": self._new_delay(), "draft": self._new_delay()}
+        self._lateness = _Lateness()
         # Requested workers count before they are up. Otherwise the decisions until then would be based on too few.
         is_obeyed = config.ray.scaling.mode == "act"
         self._asked = {"target": config.target.replicas, "draft": config.draft.replicas + further} if is_obeyed else {}
@@ -77,7 +82,8 @@ class Scaler:
         if not loads:
             return ()
         current = max(len(targets), self._asked.get("target", 0))
-        decisions = [self._settle("target", current, *self._wanted_targets(loads, current), now)]
+        late = self._lateness.recent(targets, now)
+        decisions = [self._settle("target", current, *self._wanted_targets(loads, current, *late), now)]
         if self._config.has_draft_workers and not self._config.has_sidecars and self._config.draft.replicas > 0:
             draft_loads = [member.load for member in drafts if member.load is not None]
             current = max(len(drafts), self._asked.get("draft", 0))
@@ -89,15 +95,22 @@ class Scaler:
     ) -> Decision:
         return Decision(pool, current, wanted, self._delays[pool].settle(current, wanted, now), inputs, reason)
 
-    def _wanted_targets(self, loads: Sequence[Load], current: int) -> tuple[int, dict[str, float], str]:
+    def _wanted_targets(
+        self, loads: Sequence[Load], current: int, num_limited: int, num_late: int
+    ) -> tuple[int, dict[str, float], str]:
         most = self._config.target.max_num_seqs
         full = sum(max(load.kv_use, load.num_running / most) for load in loads)
         queued = sum(load.num_waiting_tokens for load in loads)
         needed = full / _TARGET_USE + queued / _QUEUED_TOKENS
         more, fewer = math.ceil(needed), math.ceil(needed / _SLACK)
+        if num_late >= _LEAST_LATE and num_late > _LATE_SHARE * num_limited:
+            more = max(more, len(loads) + 1)  # one that was requested and is not up yet is that one
+        if num_late:
+            fewer = max(fewer, current)
         wanted = self._targets.limit(more if more > current else min(fewer, current))
-        inputs = {"use": full / len(loads), "queued_tokens": float(queued)}
-        return wanted, inputs, f"{inputs['use']:.0%} full, {queued} tokens waiting"
+        inputs = {"use": full / len(loads), "queued_tokens": float(queued), "late": float(num_late)}
+        reason = f"{inputs['use']:.0%} full, {queued} tokens waiting"
+        return wanted, inputs, f"{reason}, {num_late} of {num_limited} times late" if num_late else reason
 
     def _wanted_drafts(
         self, loads: Sequence[Load], draft_loads: Sequence[Load], current: int
@@ -151,6 +164,27 @@ class Scaler:
     def _new_delay(self) -> _Delay:
         scaling = self._config.ray.scaling
         return _Delay(scaling.upscale_delay_seconds, scaling.downscale_delay_seconds)
+
+
+class _Lateness:
+    """Late requests of the last `_LATE_SECONDS`, without those before the targets changed."""
+
+    def __init__(self) -> None:
+        self._targets: frozenset[tuple[str, int]] = frozenset()  # addresses and epochs of those that are counted
+        self._counts: deque[tuple[float, int, int]] = deque()  # when, times with a limit since the start, late ones
+
+    def recent(self, targets: Sequence[Announcement], now: float) -> tuple[int, int]:
+        """Returns the number of times that had a limit, and the number of late ones."""
+        counted = frozenset((one.address, one.epoch) for one in targets if one.load is not None)
+        if counted != self._targets:
+            self._targets = counted
+            self._counts.clear()
+        loads = [one.load for one in targets if one.load is not None]
+        self._counts.append((now, sum(load.num_limited for load in loads), sum(load.num_late for load in loads)))
+        while len(self._counts) > 1 and self._counts[1][0] <= now - _LATE_SECONDS:
+            self._counts.popleft()
+        (_, *first), (_, *last) = self._counts[0], self._counts[-1]
+        return last[0] - first[0], last[1] - first[1]
 
 
 class _Delay:

@@ -78,15 +78,7 @@ class WorkerValues(Placement):
     gpuResource: str = "nvidia.com/gpu"
 
 
-class TargetValues(WorkerValues):
-    resources: Resources = Resources(requests={"cpu": "4", "memory": "8Gi"}, limits={"memory": "16Gi"})
-    nodesPerReplica: PositiveInt = 1
-    rayTokenSecret: str = ""
-    startupSeconds: PositiveInt = 1800
-    shmSize: _Bytes = "8Gi"
-
-
-class DraftAutoscaling(_Values):
+class PoolAutoscaling(_Values):
     enabled: bool = False
     minReplicas: PositiveInt = 1
     maxReplicas: PositiveInt = 8
@@ -94,11 +86,20 @@ class DraftAutoscaling(_Values):
     targetAverageValue: str = "1"
 
 
+class TargetValues(WorkerValues):
+    resources: Resources = Resources(requests={"cpu": "4", "memory": "8Gi"}, limits={"memory": "16Gi"})
+    nodesPerReplica: PositiveInt = 1
+    rayTokenSecret: str = ""
+    startupSeconds: PositiveInt = 1800
+    shmSize: _Bytes = "8Gi"
+    autoscaling: PoolAutoscaling = PoolAutoscaling()
+
+
 class DraftValues(WorkerValues):
     resources: Resources = Resources(requests={"cpu": "2", "memory": "4Gi"}, limits={"memory": "8Gi"})
     startupSeconds: PositiveInt = 900
     near: Literal["topology.kubernetes.io/zone", "kubernetes.io/hostname", ""] = "topology.kubernetes.io/zone"
-    autoscaling: DraftAutoscaling = DraftAutoscaling()
+    autoscaling: PoolAutoscaling = PoolAutoscaling()
 
 
 class ModelCache(_Values):

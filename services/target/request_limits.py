@@ -88,6 +88,9 @@ class RequestLimits:
         self._num_refused = dict.fromkeys(_LIMITS, 0)
         self._requests: dict[str, _Request] = {}
         self._ratios = {limit: Tally(_RATIOS) for limit in _LIMITS}
+        # Times that had a configured limit, and those over it, with refused requests. A request must not scale the pool
+        # by a limit of its own.
+        self.num_limited = self.num_late = 0
 
     def started(
         self, request_id: str, request: target_pb2.GenerateRequest, num_waiting_tokens: int, num_running: int
@@ -120,12 +123,20 @@ class RequestLimits:
         idle_seconds = self._clock() - self._accepted_at
         predicted = first.p99(num_waiting_tokens)
         if predicted > self._first_limit and idle_seconds < max(self._first_limit, first.latest):
-            self._num_refused["first_token_ms"] += 1
+            self._refused("first_token_ms")
             raise OverloadedError(f"the first token would come after {predicted:.3g} s, of {self._first_limit:g} s")
         predicted = output.p99(num_running) if num_running else 0.0
         if predicted > self._output_limit and idle_seconds < LIMIT_TOKENS * max(self._output_limit, output.latest):
-            self._num_refused["output_token_ms"] += 1
+            self._refused("output_token_ms")
             raise OverloadedError(f"an output token would take {predicted:.3g} s, of {self._output_limit:g} s")
+
+    def _refused(self, limit: str) -> None:
+        self._num_refused[limit] += 1
+        self._count(is_late=True)
+
+    def _count(self, *, is_late: bool) -> None:
+        self.num_limited += 1
+        self.num_late += is_late
 
     def committed(self, request_id: str, num_tokens: int) -> None:
         """Records that a step committed `num_tokens` tokens of the request."""
@@ -139,6 +150,7 @@ class RequestLimits:
                 seconds = now - request.started_at
                 self._first_seconds.observe(request.num_waiting_tokens, seconds, self._first_limit)
                 self._ratios["first_token_ms"].observe(seconds / self._first_limit)
+                self._count(is_late=seconds > self._first_limit)
         request.num_tokens += num_tokens
         request.last_at = now
 
@@ -149,6 +161,7 @@ class RequestLimits:
             seconds = (request.last_at - request.first_at) / request.num_tokens
             if request.is_typical:
                 self._output_seconds.observe(request.num_running, seconds, self._output_limit)
+                self._count(is_late=seconds > self._output_limit)
             self._ratios["output_token_ms"].observe(seconds / request.output_limit)
 
     def readings(self) -> Iterator[Reading]:
@@ -161,3 +174,9 @@ class RequestLimits:
             refused = "Requests that were refused because they would have missed a limit, by limit."
             number = self._num_refused[limit]
             yield Reading("outrider_late_refusals", refused, number, labels={"limit": limit}, is_counter=True)
+        limited, late = (
+            "Times of requests that had a configured limit, with refusals.",
+            "Times over their configured limit.",
+        )
+        yield Reading("outrider_limited_times", limited, self.num_limited, is_counter=True)
+        yield Reading("outrider_late_times", late, self.num_late, is_counter=True)

@@ -96,7 +96,7 @@ class Calls:
         limits: RequestLimits | None = None,
     ) -> None:
         self._target = target
-        self._limits = limits or RequestLimits(Config())
+        self.limits = limits or RequestLimits(Config())
         self._waiting_tokens = SharedLimit(max_waiting_tokens)
         # Owners and tokens of requests that have generated nothing yet, by ID in the engine.
         self._waiting: dict[str, tuple[bytes, int]] = {}
@@ -150,7 +150,7 @@ class Calls:
             if self.is_draining:
                 raise UnavailableError("the target is shutting down")
             self._let_wait(request_id, request)
-            self._limits.started(request_id, request, self._waiting_tokens.held, len(self._running))
+            self.limits.started(request_id, request, self._waiting_tokens.held, len(self._running))
             generation = to_engine(
                 request, request_id, self._target, self._max_speculative_tokens, is_traced=trace is not None
             )
@@ -234,7 +234,7 @@ class Calls:
                     continue
             if output.token_ids:
                 self._end_waiting(output.request_id)
-                self._limits.committed(output.request_id, len(output.token_ids))
+                self.limits.committed(output.request_id, len(output.token_ids))
             stream.put(call, _to_reply(output))
             if output.finish_reason is not None:
                 self._end(output.request_id, output.finish_reason)
@@ -265,7 +265,7 @@ class Calls:
         if compiling is not None and compiling is not asyncio.current_task():
             compiling.cancel()
         self._end_waiting(request_id)
-        self._limits.ended(request_id)
+        self.limits.ended(request_id)
         stream, call, trace = self._running.pop(request_id)
         del stream.running[call]
         error = error or stream.error

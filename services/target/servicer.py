@@ -108,6 +108,8 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
                 num_blocks=load.num_blocks,
                 num_waiting_tokens=load.num_waiting_tokens,
                 draft_demand=_demand(load.demand),
+                num_limited=self._calls.limits.num_limited,
+                num_late=self._calls.limits.num_late,
             ),
             epoch=self._epoch,
             num_speculative_tokens=speculation.num_speculative_tokens,

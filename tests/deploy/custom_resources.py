@@ -71,9 +71,14 @@ class _Rule(_Fields):
     for_: str = Field("0s", alias="for", pattern=r"^\d+[smh]$")
 
 
+class _Record(_Fields):
+    record: str
+    expr: str
+
+
 class _RuleGroup(_Fields):
     name: str
-    rules: list[_Rule]
+    rules: list[_Rule | _Record]
 
 
 class _PrometheusRuleSpec(_Fields):

@@ -409,6 +409,7 @@ def test_a_wrong_value_is_refused_by_name(values: dict[str, Any], named: str) ->
             'draft.resources.requests.cpu "500m"',
         ),
         ({"draft": {"autoscaling": {"enabled": True}}}, "draft.autoscaling.metric"),
+        ({"target": {"autoscaling": {"enabled": True}}}, "target.autoscaling.metric"),
         ({"mode": "ray", "config": {"router": {"port": 8000}}}, "config.router.port 8000"),
         ({"mode": "ray", "config": {"router": {"port": 8090}}}, "config.router.port 8090"),
         ({"mode": "ray", "config": {"router": {"port": 0}}}, "config.router.port 0"),
@@ -477,10 +478,14 @@ def test_a_gateways_pool_has_the_pods_and_the_port_of_the_routers() -> None:
 
 def test_a_pool_that_scales_leaves_its_replicas_to_the_autoscaler() -> None:
     documents = render(VALUES["autoscaling"])
-    for pool, metric in (("router", "cpu"), ("draft", "outrider_draft_workers_wanted")):
-        assert "replicas" not in find(documents, "Deployment", f"demo-{pool}")["spec"]
+    for pool, kind, metric in (
+        ("router", "Deployment", "cpu"),
+        ("target", "StatefulSet", "outrider_targets_wanted"),
+        ("draft", "Deployment", "outrider_draft_workers_wanted"),
+    ):
+        assert "replicas" not in find(documents, kind, f"demo-{pool}")["spec"]
         scaler = find(documents, "HorizontalPodAutoscaler", f"demo-{pool}")["spec"]
-        assert scaler["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": "Deployment", "name": f"demo-{pool}"}
+        assert scaler["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": kind, "name": f"demo-{pool}"}
         assert scaler["minReplicas"] < scaler["maxReplicas"]
         assert metric in str(scaler["metrics"])
 

@@ -217,6 +217,8 @@ class Load(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_WAITING_TOKENS_FIELD_NUMBER: _builtins.int
     DRAFT_DEMAND_FIELD_NUMBER: _builtins.int
+    NUM_LIMITED_FIELD_NUMBER: _builtins.int
+    NUM_LATE_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """sequences that hold KV blocks"""
     num_waiting: _builtins.int
@@ -225,6 +227,10 @@ class Load(_message.Message):
     num_blocks: _builtins.int
     num_waiting_tokens: _builtins.int
     """tokens of the waiting sequences"""
+    num_limited: _builtins.int
+    """times of requests that had a configured limit, since the target's start"""
+    num_late: _builtins.int
+    """those over their limit"""
     @_builtins.property
     def draft_demand(self) -> Global___DraftDemand:
         """set by a target that has measured the gain of drafts"""
@@ -238,10 +244,12 @@ class Load(_message.Message):
         num_blocks: _builtins.int = ...,
         num_waiting_tokens: _builtins.int = ...,
         draft_demand: Global___DraftDemand | None = ...,
+        num_limited: _builtins.int = ...,
+        num_late: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["draft_demand", b"draft_demand"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_demand", b"draft_demand", "num_blocks", b"num_blocks", "num_running", b"num_running", "num_used_blocks", b"num_used_blocks", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_demand", b"draft_demand", "num_blocks", b"num_blocks", "num_late", b"num_late", "num_limited", b"num_limited", "num_running", b"num_running", "num_used_blocks", b"num_used_blocks", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

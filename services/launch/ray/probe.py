@@ -109,4 +109,5 @@ def _load(load: types_pb2.Load) -> Load:
     if load.HasField("draft_demand") and len(load.draft_demand.goodputs) > 1:
         demand = DraftDemand(load.draft_demand.num_sequences, tuple(load.draft_demand.goodputs))
     kv_use = load.num_used_blocks / load.num_blocks if load.num_blocks else 0.0
-    return Load(load.num_running, load.num_waiting, load.num_waiting_tokens, kv_use, demand)
+    counts = load.num_running, load.num_waiting, load.num_waiting_tokens
+    return Load(*counts, kv_use, demand, load.num_limited, load.num_late)

@@ -64,6 +64,42 @@ def test_targets_stay_within_their_bounds() -> None:
     assert wanted_targets([Load(num_waiting_tokens=10**6)], "ray.target.max_replicas=3") == 3
 
 
+def late_targets(counts: Sequence[tuple[int, int]], num_targets: int = 2) -> list[int]:
+    """Returns the wanted targets every 20 s, if each target counts times with a limit and late ones as in `counts`."""
+    policy = scaler()
+    loads = [Load(num_running=16, num_limited=limited, num_late=late) for limited, late in counts]
+    return [
+        policy.decide(members("target", [load] * num_targets), (), 20.0 * step)[0].settled
+        for step, load in enumerate(loads)
+    ]
+
+
+def test_a_target_is_added_while_limits_are_missed() -> None:
+    # What was late before the first decision does not count, and neither does what was late over a minute ago.
+    assert late_targets([(900, 90), (1000, 90), (1100, 99), (1200, 99), (1300, 99), (1400, 99), (1500, 99)]) == [
+        2, 2, 3, 3, 3, 2, 2
+    ]  # fmt: skip
+    assert late_targets([(0, 0), (100, 1)]) == [2, 2], "fewer than three are chance"
+    assert late_targets([(0, 0), (1000, 10)]) == [2, 2], "one in a hundred is what p99 allows"
+
+
+def test_no_target_is_removed_while_a_request_is_late() -> None:
+    policy = scaler()
+    idle = [Load(num_limited=100, num_late=late) for late in (0, 1)]
+    assert [policy.decide(members("target", [load] * 2), (), 0.0)[0].settled for load in idle] == [1, 2]
+
+
+def test_a_target_that_was_added_is_given_time() -> None:
+    policy = scaler()
+    late = [Load(num_running=16, num_limited=100, num_late=number) for number in (0, 9)]
+    first, second = (policy.decide(members("target", [load]), (), 0.0)[0] for load in late)
+    assert (first.settled, second.settled) == (1, 2)
+    assert second.reason == "50% full, 0 tokens waiting, 9 of 0 times late"
+    policy.asked("target", 2)
+    assert policy.decide(members("target", [late[1]]), (), 5.0)[0].settled == 2
+    assert policy.decide(members("target", [late[1]] * 2), (), 10.0)[0].settled == 2, "counts begin anew"
+
+
 def test_draft_workers_are_added_while_each_brings_what_it_costs() -> None:
     # 2.0 times plain with 1 sequence a worker, 1.9 with 2, 1.7 with 4, nothing from 8 on.
     served = demand(8, 2.0, 1.9, 1.7, 1.0)
@@ -167,7 +203,7 @@ def test_workers_that_were_asked_for_count_before_they_are_there() -> None:
 def test_a_decision_says_what_it_rests_on() -> None:
     loads = [Load(num_running=16, num_waiting_tokens=100, demand=demand(16, 2.0, 1.5, 1.2, 1.0))]
     target, draft = scaler().decide(members("target", loads), members("draft", [Load()]), 0.0)
-    assert target.inputs == {"use": 0.5, "queued_tokens": 100.0}
+    assert target.inputs == {"use": 0.5, "queued_tokens": 100.0, "late": 0.0}
     assert "50% full, 100 tokens waiting" in target.reason
     assert draft.inputs["sequences"] == 16
     assert draft.inputs["rate"] == 1.0

@@ -49,6 +49,7 @@ def test_times_are_compared_with_the_limits() -> None:
     requests.answer(first_ms=90, token_ms=21)
     assert requests.within("first_token_ms") == (2, 3)
     assert requests.within("output_token_ms") == (2, 3)
+    assert (requests.limits.num_limited, requests.limits.num_late) == (6, 2)
 
 
 def test_a_request_may_have_a_limit_of_its_own() -> None:
@@ -58,6 +59,7 @@ def test_a_request_may_have_a_limit_of_its_own() -> None:
     requests.answer(first_ms=1, token_ms=19, output_token_ms=20.0)
     requests.answer(first_ms=1, token_ms=19, output_token_ms=18.0)
     assert requests.within("output_token_ms") == (1, 2)
+    assert requests.limits.num_limited == 0, "a pool would grow by what a client asks for"
 
 
 def test_short_answers_have_no_time_per_token() -> None:
@@ -98,6 +100,7 @@ def test_a_request_that_would_miss_a_limit_is_refused() -> None:
     requests.arrives(num_waiting_tokens=10, num_running=22, choice_index=1)  # its first choice was accepted
     refused = {one.labels["limit"]: one.value for one in requests.limits.readings() if "refusals" in one.name}
     assert refused == {"first_token_ms": 1, "output_token_ms": 1}
+    assert requests.limits.num_late == 2
 
 
 def test_a_lone_request_is_accepted_and_so_is_one_that_another_target_began() -> None:
