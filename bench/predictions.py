@@ -1,7 +1,7 @@
 """Writes down what the planner predicts for GPUs on which nobody has run it yet: `python -m bench.predictions`.
 
 1. Five workloads (`outrider plan choose`) on 4 H100 and on 2 H200, with a pool of L4: dollars per million tokens within
-   limits. docs/PLANNING.md has the table of the H100.
+   limits. README.md has the table of the H100.
 2. An 8B target and a 1B draft on two H100 or two H200, as `outrider prove` measures them: tokens per second.
 
 `--check` writes nothing, and fails if the page's table is not that of the results file.
@@ -29,7 +29,7 @@ from cluster.planning.round_costs import RUN_AHEAD_HIDES, Drafting
 from cluster.planning.workloads import WORKLOADS
 from services.plan.choose import to_json
 
-_PAGE = Path("docs/PLANNING.md")
+_PAGE = Path("README.md")
 _TARGETS = (("70B", "4xH100"), ("70B:fp8", "2xH200"))
 _DRAFT_GPUS = "L4"
 _PROVED = ("H100", "H200")
@@ -69,7 +69,7 @@ def proofs() -> Iterator[dict[str, Any]]:
 
 
 def headline(document: dict[str, Any]) -> str:
-    """Returns the table of docs/PLANNING.md. The least of a row is bold; a dash: no depth pays within the limits."""
+    """Returns the table of README.md. The least of a row is bold; a dash: no depth pays within the limits."""
     target, gpus = _TARGETS[0]
     rows = []
     for cell in document["cells"]:
@@ -79,7 +79,7 @@ def headline(document: dict[str, Any]) -> str:
         least = min((one for one in dollars if one is not None), default=None)
         shown = ("–" if one is None else f"**{one:.2f}**" if one == least else f"{one:.2f}" for one in dollars)
         rows.append([cell["workload"], *shown])
-    head = ["predicted, $ per million tokens", "none", "head", "draft on the target's GPUs", "pool", "n-gram"]
+    head = ["$ per million tokens", "none", "head", "on the target's GPUs", "pool", "n-gram"]
     return f"{document['date']}, {target} on {gpus}:\n\n{markdown(head, rows)}"
 
 

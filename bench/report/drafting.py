@@ -75,6 +75,19 @@ def trees(results: Results) -> str:
     return markdown(["T", "nodes", *KINDS], rows)
 
 
+def agents(results: Results) -> str:
+    found: dict[tuple[str, float], dict[str, Mapping[str, Any]]] = {}
+    for one in results.read("agents.json")["results"]:
+        found.setdefault((one["workload"], one["temperature"]), {})[one["way"]] = one
+    ways = list(next(iter(found.values())))
+    rows = []
+    for (workload, temperature), own in found.items():
+        plain = own["none"]["tokens_per_second"]
+        cells = (f"{own[way]['tokens_a_round']:.2f}/{own[way]['tokens_per_second'] / plain:.2f}" for way in ways[1:])
+        rows.append([workload, f"{temperature:g}", *cells])
+    return markdown(["workload", "T", *ways[1:]], rows)
+
+
 _ENGINES = {"Sapphire Rapids": "engine.json", "Zen 4": "engine-zen4.json", "Zen 5": "engine-zen5.json"}
 _SHAPES = ((1, 1), (1, 16), (1, 64), (64, 1))  # sequences, rows of each
 
@@ -95,6 +108,7 @@ def engine(results: Results) -> str:
 TABLES: dict[str, Callable[[Results], str]] = {
     "drafters": drafters,
     "heads": heads,
+    "agents": agents,
     "trees": trees,
     "engine": engine,
 }

@@ -60,6 +60,7 @@ def _state(
             "running": description.load.num_running,
             "waiting": description.load.num_waiting,
             "kv": [description.load.num_used_blocks, description.load.num_blocks],
+            "late": [description.load.num_late, description.load.num_limited],
             "links": [description.num_draft_links, description.num_draft_links_configured],
             "k": description.num_speculative_tokens,
         }

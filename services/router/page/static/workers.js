@@ -68,7 +68,9 @@ export function drawWorkers(body, targets, numTargets) {
     const [used, all] = target.kv ?? [0, 0];
     const links = target.links ? `${target.links[0]} of ${target.links[1]} drafts linked` : "";
     const load = target.kv ? `${target.running} running, ${target.waiting} waiting; KV ${formatShare(all ? used / all : 0)}` : "";
-    rows.push(row(target.name, state, [target.model, load, links].filter(Boolean).join("; ")));
+    const [late, limited] = target.late ?? [0, 0];
+    const limits = limited ? `${late} of ${limited} times over their limit` : "";
+    rows.push(row(target.name, state, [target.model, load, limits, links].filter(Boolean).join("; ")));
     const drafts = new Map();
     for (const [name, labels, value] of target.readings ?? []) {
       if (name === "outrider_link_round_trip_seconds") drafts.set(labels.draft, { trip: value });

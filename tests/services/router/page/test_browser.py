@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import os
 import shutil
 import threading
@@ -34,6 +35,7 @@ SETTINGS = (
     "simulation.target_step_ms=[[1, 10]]",
     "simulation.draft_step_ms=[[1, 1]]",
     "simulation.acceptance=0.8",
+    "target.first_token_ms=600000",
     "router.port=0",
 )
 # No sandbox for root, and nothing that a browser does of its own accord.
@@ -138,6 +140,7 @@ def test_it_shows_a_cluster_at_work(browser: Browser, cluster: LocalCluster, sch
         for chart in ("positions", "depths"):
             expect(page.locator(f"#{chart} rect").first).to_be_attached()
         expect(page.locator("#workers tr")).to_have_count(2)
+        expect(page.locator("#workers")).to_contain_text(re.compile(r"; 0 of [1-9]\d* times over their limit; "))
         expect(page.locator("#figure-targets")).to_have_text("1 of 1")
         assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
         found = Axe().run(page).response["violations"]
