@@ -29,7 +29,7 @@ from cluster.planning.prediction import plan
 from cluster.planning.workloads import WORKLOADS, TypicalWorkload
 
 CELLS = Path("bench/choose_cells.json")
-_BAR = 0.05  # of the best option's requests per dollar
+BAR = 0.05  # of the best option's requests per dollar
 _STEP = 1.25  # between the clients of two runs
 _MAX_RUNS = 5  # of an option in a cell
 
@@ -178,8 +178,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 flush=True,
             )
             write_cells(arguments.out, "bench.choose", argv, [to_json(done) for done in judged])
-    lost = [one for one in judged if one.regret > _BAR]
-    print(f"\n{len(judged) - len(lost)} of {len(judged)} cells are within {_BAR:.0%} of the best")
+    lost = [one for one in judged if one.regret > BAR]
+    print(f"\n{len(judged) - len(lost)} of {len(judged)} cells are within {BAR:.0%} of the best")
     return int(bool(lost))
 
 

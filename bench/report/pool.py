@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from bench.choose import BAR
 from bench.coordination import Cost
 from bench.report.page import Results, markdown, percent
 
@@ -76,6 +77,30 @@ def capacity(results: Results) -> str:
     return markdown(["limit", *dict.fromkeys(one["case"] for one in capacities)], rows)
 
 
+def choose(results: Results) -> str:
+    """Returns the cells in which another option than the named one is better by more than the bar."""
+    document = results.read("choose.json")
+    cells = document["cells"]
+    lost = [cell for cell in cells if cell["regret"] > BAR]
+    rows = []
+    for cell in sorted(lost, key=lambda cell: -cell["regret"]):
+        asked = cell["asked"]
+        limits = asked["first_token_ms"], asked["between_tokens_ms"]
+        rows.append(
+            [
+                asked["workload"],
+                f"{asked['target']} on {asked['target_gpus']}, {asked['draft_gpus']}",
+                ", ".join("default" if one is None else f"{one:g}" for one in limits),
+                cell["named"],
+                cell["best"],
+                f"{cell['regret']:.0%}",
+            ]
+        )
+    head = ["workload", "GPUs", "limits, ms", "named", "best as simulated", "regret"]
+    summary = f"{document['date']}, commit `{document['commit']}`: {len(cells) - len(lost)} of {len(cells)} cells are within {BAR:.0%}"
+    return f"{summary}. The others:\n\n{markdown(head, rows)}"
+
+
 def network(results: Results) -> str:
     rows = [
         (one["case"]["name"], f"{statistics.median(one['speedups']):.2f}", f"{one['mean_depth']:.1f}")
@@ -116,6 +141,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "prompts": prompts,
     "distances": distances,
     "capacity": capacity,
+    "choose": choose,
     "network": network,
     "coordination": coordination,
     "simulate": simulate,

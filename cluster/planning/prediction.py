@@ -112,31 +112,34 @@ class Option:
         """Returns the rounds with 0, 1, 2, ... prompts, up to the number that fits into a step.
 
         A prompt adds rows to the target's step. It also adds rows to the first step of a draft on the target's device;
-        others read it while the target goes on. A prompt that adds more than `load.max_prefill_seconds`, or has more
-        tokens than a step, is computed in equal parts.
+        others read it while the target goes on. A prompt that adds more than `load.max_prefill_seconds` to the target's
+        own step, or has more tokens than a step, is computed in equal parts.
         """
         rows = round_.num_speculative_tokens + 1
         is_beside = self.drafting is not None and not self.drafting.runs_ahead
         drafting = self.drafting if is_beside and round_.num_speculative_tokens else None
 
-        def seconds(num_prompts: int, parts: int = 1) -> float:
-            tokens, read = load.computed_tokens / parts, load.prompt_tokens / parts
+        def target_seconds(num_prompts: int, parts: int = 1) -> float:
+            tokens = load.computed_tokens / parts
             prompts = Segments(num_prompts, tokens, (load.prompt_tokens + load.cached_tokens - tokens) / 2, 1 / parts)
-            drafts, verified = (Segments(num_seqs, n, load.mean_context) for n in (1, rows))
+            return self.target.seconds((Segments(num_seqs, rows, load.mean_context), prompts))
+
+        def seconds(num_prompts: int, parts: int = 1) -> float:
             draft = 0.0
             if drafting is not None:
+                read = load.prompt_tokens / parts
                 read_prompts = Segments(num_prompts, read, (load.prompt_tokens - read) / 2, 1 / parts)
-                draft = drafting.steps.seconds((drafts, read_prompts))
-            return draft + self.target.seconds((verified, prompts))
+                draft = drafting.steps.seconds((Segments(num_seqs, 1, load.mean_context), read_prompts))
+            return draft + target_seconds(num_prompts, parts)
 
-        is_alone, without = load.num_seqs == 1, seconds(0)
+        is_alone, without = load.num_seqs == 1, target_seconds(0)
         most_tokens = max(1.0, load.max_num_batched_tokens - num_seqs * rows)
         most = most_tokens / load.computed_tokens
         if load.max_prefill_seconds is not None:
             allowed = load.max_prefill_seconds * (ALONE_FACTOR if is_alone else 1)
-            most = min(most, allowed / max(seconds(1) - without, 1e-9))
+            most = min(most, allowed / max(target_seconds(1) - without, 1e-9))
         parts = max(1, math.ceil(1 / most))
-        other = round_.seconds - without
+        other = round_.seconds - seconds(0)
         return StepLoad(
             tuple(other + seconds(n, parts) for n in range(min(max(1, int(most)), load.num_seqs) + 1)),
             prompts_a_step,
