@@ -97,8 +97,9 @@ def choose(results: Results) -> str:
             ]
         )
     head = ["workload", "GPUs", "limits, ms", "named", "best as simulated", "regret"]
-    summary = f"{document['date']}, commit `{document['commit']}`: {len(cells) - len(lost)} of {len(cells)} cells are within {BAR:.0%}"
-    return f"{summary}. The others:\n\n{markdown(head, rows)}"
+    within = f"{len(cells) - len(lost)} of {len(cells)} cells are within {BAR:.0%}"
+    summary = f"{document['date']}, commit `{document['commit']}`: {within}"
+    return f"{summary}. The others:\n\n{markdown(head, rows)}" if rows else f"{summary}."
 
 
 def network(results: Results) -> str:

@@ -38,8 +38,8 @@ class Load:
     num_waiting_tokens: int = 0  # tokens of the waiting sequences
     kv_use: float = 0.0  # share of the KV blocks
     demand: DraftDemand | None = None  # demand of a target for drafts; None: not measured yet
-    num_limited: int = 0  # times of requests that had a configured limit, since the target's start
-    num_late: int = 0  # those over their limit
+    num_limited: int = 0  # requests compared with a configured limit, since the target's start
+    num_late: int = 0  # those over it; refusals of late requests count
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """Decides the numbers of targets and draft workers. No I/O; callers pass the time.
 
-The number of targets depends on their load: their used capacity, and the tokens that wait for them. A target more is
-wanted while over a hundredth of the recent requests with limits are late, because limits are promised at p99.
+The number of targets depends on their load: their used capacity, and the tokens that wait for them. One target is added
+while over a hundredth of the recent requests with limits are late, because limits are promised at p99. The use at which
+that happened is not reached again by removing targets.
 
 The number of draft workers depends on their gain. Every target reports the gain of drafts, as its controller measures
 it, with 1, 2, 4, ... sequences per draft worker (`DraftDemand`). The gain includes slow, late and refused proposals,
@@ -29,9 +30,10 @@ ScaledPool = Literal["target", "draft"]
 _MUCH_KV = 0.5  # above this KV use, the memory of a draft worker's sequences determines the room that it has
 _TARGET_USE = 0.8  # wanted use of targets: share of KV blocks or of `target.max_num_seqs`, whichever is higher
 _QUEUED_TOKENS = 4096  # waiting tokens at which a target is added
-_LATE_SHARE = 0.01  # of recent requests with limits: above it, a target is added
-_LATE_SECONDS = 60.0  # for which requests are recent
-_LEAST_LATE = 3  # late requests: fewer are mostly chance
+_LATE_SHARE = 0.01  # share of recent requests with limits: if more are late, a target is added
+_LATE_SECONDS = 60.0  # window of recent requests; answers that began before a change of the targets have mostly ended
+_LEAST_LATE = 3  # late requests in the window: fewer are mostly chance
+_MEMORY_SECONDS = 3600.0  # for which the use at which requests were late limits the removal of targets
 _SLACK = 0.9  # targets are removed only if the use of the others stays below this share of `_TARGET_USE`
 
 
@@ -68,6 +70,7 @@ class Scaler:
         self._drafts = Bounds(drafts.min_replicas + further, most)  # bounds of all draft workers
         self._delays = {"target": self._new_delay(), "draft": self._new_delay()}
         self._lateness = _Lateness()
+        self._late_use, self._late_at = math.inf, -math.inf  # use of the targets when requests were late, and when
         # Requested workers count before they are up. Otherwise the decisions until then would be based on too few.
         is_obeyed = config.ray.scaling.mode == "act"
         self._asked = {"target": config.target.replicas, "draft": config.draft.replicas + further} if is_obeyed else {}
@@ -82,8 +85,7 @@ class Scaler:
         if not loads:
             return ()
         current = max(len(targets), self._asked.get("target", 0))
-        late = self._lateness.recent(targets, now)
-        decisions = [self._settle("target", current, *self._wanted_targets(loads, current, *late), now)]
+        decisions = [self._settle("target", current, *self._wanted_targets(targets, current, now), now)]
         if self._config.has_draft_workers and not self._config.has_sidecars and self._config.draft.replicas > 0:
             draft_loads = [member.load for member in drafts if member.load is not None]
             current = max(len(drafts), self._asked.get("draft", 0))
@@ -96,21 +98,24 @@ class Scaler:
         return Decision(pool, current, wanted, self._delays[pool].settle(current, wanted, now), inputs, reason)
 
     def _wanted_targets(
-        self, loads: Sequence[Load], current: int, num_limited: int, num_late: int
+        self, targets: Sequence[Announcement], current: int, now: float
     ) -> tuple[int, dict[str, float], str]:
         most = self._config.target.max_num_seqs
+        loads = [member.load for member in targets if member.load is not None]
         full = sum(max(load.kv_use, load.num_running / most) for load in loads)
         queued = sum(load.num_waiting_tokens for load in loads)
+        num_limited, num_late = self._lateness.recent(targets, now)
         needed = full / _TARGET_USE + queued / _QUEUED_TOKENS
         more, fewer = math.ceil(needed), math.ceil(needed / _SLACK)
         if num_late >= _LEAST_LATE and num_late > _LATE_SHARE * num_limited:
-            more = max(more, len(loads) + 1)  # one that was requested and is not up yet is that one
-        if num_late:
-            fewer = max(fewer, current)
+            more = max(more, len(targets) + 1)  # a requested target that is not up yet counts as the additional one
+            self._late_use, self._late_at = full / len(loads), now
+        if now - self._late_at < _MEMORY_SECONDS and self._late_use > 0.0:
+            fewer = max(fewer, math.ceil(full / (_SLACK * self._late_use)))
         wanted = self._targets.limit(more if more > current else min(fewer, current))
         inputs = {"use": full / len(loads), "queued_tokens": float(queued), "late": float(num_late)}
         reason = f"{inputs['use']:.0%} full, {queued} tokens waiting"
-        return wanted, inputs, f"{reason}, {num_late} of {num_limited} times late" if num_late else reason
+        return wanted, inputs, f"{reason}, {num_late} of {num_limited} requests late" if num_late else reason
 
     def _wanted_drafts(
         self, loads: Sequence[Load], draft_loads: Sequence[Load], current: int
@@ -167,24 +172,34 @@ class Scaler:
 
 
 class _Lateness:
-    """Late requests of the last `_LATE_SECONDS`, without those before the targets changed."""
+    """Counts the requests of the last `_LATE_SECONDS` that were compared with a limit, and the late ones."""
 
     def __init__(self) -> None:
-        self._targets: frozenset[tuple[str, int]] = frozenset()  # addresses and epochs of those that are counted
-        self._counts: deque[tuple[float, int, int]] = deque()  # when, times with a limit since the start, late ones
+        self._seen: dict[tuple[str, int], tuple[int, int]] = {}  # last counts of each target, by address and epoch
+        self._totals = deque([(-math.inf, 0, 0)])  # time, and counts since the targets changed
 
     def recent(self, targets: Sequence[Announcement], now: float) -> tuple[int, int]:
-        """Returns the number of times that had a limit, and the number of late ones."""
-        counted = frozenset((one.address, one.epoch) for one in targets if one.load is not None)
-        if counted != self._targets:
-            self._targets = counted
-            self._counts.clear()
-        loads = [one.load for one in targets if one.load is not None]
-        self._counts.append((now, sum(load.num_limited for load in loads), sum(load.num_late for load in loads)))
-        while len(self._counts) > 1 and self._counts[1][0] <= now - _LATE_SECONDS:
-            self._counts.popleft()
-        (_, *first), (_, *last) = self._counts[0], self._counts[-1]
-        return last[0] - first[0], last[1] - first[1]
+        """Returns the counts of all targets; 0 until `_LATE_SECONDS` after a target came or went."""
+        before, self._seen = self._seen, {}
+        _, num_limited, num_late = self._totals[-1]
+        for member in targets:
+            key = member.address, member.epoch
+            first = before.get(key)
+            last = first if member.load is None else (member.load.num_limited, member.load.num_late)
+            if last is not None:
+                self._seen[key] = last
+                if first is not None:
+                    num_limited += last[0] - first[0]
+                    num_late += last[1] - first[1]
+        if self._seen.keys() != before.keys():
+            self._totals.clear()
+        self._totals.append((now, num_limited, num_late))
+        while len(self._totals) > 1 and self._totals[1][0] <= now - _LATE_SECONDS:
+            self._totals.popleft()
+        since, first_limited, first_late = self._totals[0]
+        if now - since < _LATE_SECONDS:
+            return 0, 0
+        return num_limited - first_limited, num_late - first_late
 
 
 class _Delay:

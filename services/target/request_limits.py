@@ -39,6 +39,8 @@ class _Request:
     is_typical: bool  # it has neither a limit of its own nor a k
     num_waiting_tokens: int  # prompt tokens that waited at its arrival, including its own
     num_running: int  # requests at its arrival, including itself
+    has_measured_limit: bool = False  # a time of it was compared with a configured limit
+    is_late: bool = False  # and was over it
     first_at: float = 0.0  # when its first tokens came
     num_tokens: int = 0  # tokens after the first
     last_at: float = 0.0
@@ -88,8 +90,8 @@ class RequestLimits:
         self._num_refused = dict.fromkeys(_LIMITS, 0)
         self._requests: dict[str, _Request] = {}
         self._ratios = {limit: Tally(_RATIOS) for limit in _LIMITS}
-        # Times that had a configured limit, and those over it, with refused requests. A request must not scale the pool
-        # by a limit of its own.
+        # Requests that were compared with a configured limit, and those over one. A refusal is one over. Limits that
+        # requests set are left out: otherwise a client could make the pool grow.
         self.num_limited = self.num_late = 0
 
     def started(
@@ -150,19 +152,25 @@ class RequestLimits:
                 seconds = now - request.started_at
                 self._first_seconds.observe(request.num_waiting_tokens, seconds, self._first_limit)
                 self._ratios["first_token_ms"].observe(seconds / self._first_limit)
-                self._count(is_late=seconds > self._first_limit)
+                request.has_measured_limit = True
+                request.is_late = seconds > self._first_limit
         request.num_tokens += num_tokens
         request.last_at = now
 
     def ended(self, request_id: str) -> None:
         """Records the end of the request, for any reason."""
         request = self._requests.pop(request_id, None)
-        if request is not None and request.num_tokens + 1 >= LIMIT_TOKENS and math.isfinite(request.output_limit):
+        if request is None:
+            return
+        if request.num_tokens + 1 >= LIMIT_TOKENS and math.isfinite(request.output_limit):
             seconds = (request.last_at - request.first_at) / request.num_tokens
             if request.is_typical:
                 self._output_seconds.observe(request.num_running, seconds, self._output_limit)
-                self._count(is_late=seconds > self._output_limit)
+                request.has_measured_limit = True
+                request.is_late |= seconds > self._output_limit
             self._ratios["output_token_ms"].observe(seconds / request.output_limit)
+        if request.has_measured_limit:
+            self._count(is_late=request.is_late)
 
     def readings(self) -> Iterator[Reading]:
         """Any thread."""
@@ -174,9 +182,7 @@ class RequestLimits:
             refused = "Requests that were refused because they would have missed a limit, by limit."
             number = self._num_refused[limit]
             yield Reading("outrider_late_refusals", refused, number, labels={"limit": limit}, is_counter=True)
-        limited, late = (
-            "Times of requests that had a configured limit, with refusals.",
-            "Times over their configured limit.",
-        )
-        yield Reading("outrider_limited_times", limited, self.num_limited, is_counter=True)
-        yield Reading("outrider_late_times", late, self.num_late, is_counter=True)
+        limited = "Requests that were compared with a configured limit; a refusal of a late request counts as one."
+        yield Reading("outrider_limited_requests", limited, self.num_limited, is_counter=True)
+        late = "Requests over a configured limit; a refusal of a late request counts as one."
+        yield Reading("outrider_late_requests", late, self.num_late, is_counter=True)

@@ -228,9 +228,9 @@ class Load(_message.Message):
     num_waiting_tokens: _builtins.int
     """tokens of the waiting sequences"""
     num_limited: _builtins.int
-    """times of requests that had a configured limit, since the target's start"""
+    """requests compared with a configured limit, since the target's start"""
     num_late: _builtins.int
-    """those over their limit"""
+    """those over it; refusals of late requests count"""
     @_builtins.property
     def draft_demand(self) -> Global___DraftDemand:
         """set by a target that has measured the gain of drafts"""

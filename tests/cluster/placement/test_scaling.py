@@ -64,40 +64,65 @@ def test_targets_stay_within_their_bounds() -> None:
     assert wanted_targets([Load(num_waiting_tokens=10**6)], "ray.target.max_replicas=3") == 3
 
 
-def late_targets(counts: Sequence[tuple[int, int]], num_targets: int = 2) -> list[int]:
-    """Returns the wanted targets every 20 s, if each target counts times with a limit and late ones as in `counts`."""
-    policy = scaler()
-    loads = [Load(num_running=16, num_limited=limited, num_late=late) for limited, late in counts]
-    return [
-        policy.decide(members("target", [load] * num_targets), (), 20.0 * step)[0].settled
-        for step, load in enumerate(loads)
-    ]
+class LatePool:
+    """Targets that each run 16 requests and have places for 32; decisions every 20 seconds."""
+
+    def __init__(self, num_targets: int) -> None:
+        self.policy = scaler()
+        self.num_targets = num_targets
+        self.now = 0.0
+        self.counts = [0, 0]
+
+    def decide(self, num_limited: int = 0, num_late: int = 0, num_running: int = 16) -> int:
+        """Lets `num_limited` requests of each target end, `num_late` of them late. Returns the wanted targets."""
+        self.now += 20.0
+        self.counts[0] += num_limited
+        self.counts[1] += num_late
+        load = Load(num_running=num_running, num_limited=self.counts[0], num_late=self.counts[1])
+        return self.policy.decide(members("target", [load] * self.num_targets), (), self.now)[0].settled
 
 
 def test_a_target_is_added_while_limits_are_missed() -> None:
-    # What was late before the first decision does not count, and neither does what was late over a minute ago.
-    assert late_targets([(900, 90), (1000, 90), (1100, 99), (1200, 99), (1300, 99), (1400, 99), (1500, 99)]) == [
-        2, 2, 3, 3, 3, 2, 2
-    ]  # fmt: skip
-    assert late_targets([(0, 0), (100, 1)]) == [2, 2], "fewer than three are chance"
-    assert late_targets([(0, 0), (1000, 10)]) == [2, 2], "one in a hundred is what p99 allows"
+    pool = LatePool(2)
+    first = [pool.decide(100, 9) for _ in range(3)]
+    assert first == [2, 2, 2], "less than a minute is known"
+    assert pool.decide(100, 9) == 3
+    pool.num_targets = 3
+    pool.policy.asked("target", 3)
+    assert [pool.decide(100, 9) for _ in range(3)] == [3, 3, 3], "answers that began before the change may be late"
+    assert [pool.decide(100) for _ in range(6)] == [4, 4, 3, 3, 3, 3]
 
 
-def test_no_target_is_removed_while_a_request_is_late() -> None:
+@pytest.mark.parametrize(("num_limited", "num_late"), [(1000, 10), (100, 0)])
+def test_limits_are_for_99_of_100_requests(num_limited: int, num_late: int) -> None:
+    pool = LatePool(2)
+    assert [pool.decide(num_limited, num_late) for _ in range(6)] == [2] * 6
+
+
+def test_one_late_request_is_chance() -> None:
+    pool = LatePool(2)
+    assert [pool.decide(10, int(step == 3)) for step in range(6)] == [2] * 6
+
+
+def test_targets_are_not_removed_to_a_use_at_which_requests_were_late() -> None:
+    pool = LatePool(2)
+    assert [pool.decide(100, 9) for _ in range(4)][-1] == 3
+    pool.num_targets = 3
+    pool.policy.asked("target", 3)
+    assert [pool.decide(100, num_running=11) for _ in range(9)] == [3] * 9
+    assert pool.decide(100, num_running=2) == 1
+    pool.now += 3600.0
+    assert pool.decide(100, num_running=11) == 2, "after an hour, fewer are tried"
+
+
+def test_a_target_that_does_not_answer_once_does_not_hide_late_requests() -> None:
     policy = scaler()
-    idle = [Load(num_limited=100, num_late=late) for late in (0, 1)]
-    assert [policy.decide(members("target", [load] * 2), (), 0.0)[0].settled for load in idle] == [1, 2]
 
+    def decide(step: int, *late: int | None) -> int:
+        loads = [None if one is None else Load(num_running=16, num_limited=10 * one, num_late=one) for one in late]
+        return policy.decide(members("target", loads), (), 20.0 * step)[0].settled
 
-def test_a_target_that_was_added_is_given_time() -> None:
-    policy = scaler()
-    late = [Load(num_running=16, num_limited=100, num_late=number) for number in (0, 9)]
-    first, second = (policy.decide(members("target", [load]), (), 0.0)[0] for load in late)
-    assert (first.settled, second.settled) == (1, 2)
-    assert second.reason == "50% full, 0 tokens waiting, 9 of 0 times late"
-    policy.asked("target", 2)
-    assert policy.decide(members("target", [late[1]]), (), 5.0)[0].settled == 2
-    assert policy.decide(members("target", [late[1]] * 2), (), 10.0)[0].settled == 2, "counts begin anew"
+    assert [decide(step, step, None if step == 2 else step) for step in range(4)][-1] == 3
 
 
 def test_draft_workers_are_added_while_each_brings_what_it_costs() -> None:

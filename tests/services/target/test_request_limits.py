@@ -49,7 +49,7 @@ def test_times_are_compared_with_the_limits() -> None:
     requests.answer(first_ms=90, token_ms=21)
     assert requests.within("first_token_ms") == (2, 3)
     assert requests.within("output_token_ms") == (2, 3)
-    assert (requests.limits.num_limited, requests.limits.num_late) == (6, 2)
+    assert (requests.limits.num_limited, requests.limits.num_late) == (3, 2)
 
 
 def test_a_request_may_have_a_limit_of_its_own() -> None:

@@ -69,7 +69,7 @@ export function drawWorkers(body, targets, numTargets) {
     const links = target.links ? `${target.links[0]} of ${target.links[1]} drafts linked` : "";
     const load = target.kv ? `${target.running} running, ${target.waiting} waiting; KV ${formatShare(all ? used / all : 0)}` : "";
     const [late, limited] = target.late ?? [0, 0];
-    const limits = limited ? `${late} of ${limited} times over their limit` : "";
+    const limits = limited ? `${late} of ${limited} requests late since its start` : "";
     rows.push(row(target.name, state, [target.model, load, limits, links].filter(Boolean).join("; ")));
     const drafts = new Map();
     for (const [name, labels, value] of target.readings ?? []) {

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import os
+import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -140,7 +140,7 @@ def test_it_shows_a_cluster_at_work(browser: Browser, cluster: LocalCluster, sch
         for chart in ("positions", "depths"):
             expect(page.locator(f"#{chart} rect").first).to_be_attached()
         expect(page.locator("#workers tr")).to_have_count(2)
-        expect(page.locator("#workers")).to_contain_text(re.compile(r"; 0 of [1-9]\d* times over their limit; "))
+        expect(page.locator("#workers")).to_contain_text(re.compile(r"; 0 of [1-9]\d* requests late since its start; "))
         expect(page.locator("#figure-targets")).to_have_text("1 of 1")
         assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
         found = Axe().run(page).response["violations"]
