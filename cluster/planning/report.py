@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from cluster.planning.options import DRAFT_CONTEXT_TOKENS
+from cluster.planning.overheads import PROGRAMS
 from cluster.planning.prediction import Plan
 from cluster.planning.round_costs import RUN_AHEAD_HIDES
 from cluster.planning.steps import Efficiency
@@ -51,7 +52,8 @@ def notes(
         ],
         "step": [
             "max(bytes / bandwidth, FLOPs / peak) of linears + attention + sampling + all-reduces + fixed time",
-            "the target's program takes 0.26 ms and 11 µs per sequence between two steps, measured with up to 16",
+            f"the target's program takes {1e3 * PROGRAMS.target.step:g} ms and {1e6 * PROGRAMS.target.sequence:g} µs "
+            "per sequence between two steps, measured with up to 16",
             *([] if is_measured else sources),
         ],
         "tokens/s": [

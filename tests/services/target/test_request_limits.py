@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -18,7 +20,7 @@ class Requests:
         self.now = 0.0
         self.limits = RequestLimits(load_config(None, list(settings)), lambda: self.now)
 
-    def answer(self, first_ms: float, token_ms: float, num_tokens: int = 33, **fields: object) -> None:
+    def answer(self, first_ms: float, token_ms: float, num_tokens: int = 33, **fields: Any) -> None:
         self.arrives(**fields)
         self.now += first_ms / 1e3
         self.limits.committed("a", 1)
@@ -27,8 +29,8 @@ class Requests:
             self.limits.committed("a", 1)
         self.limits.ended("a")
 
-    def arrives(self, num_waiting_tokens: int = 1, num_running: int = 1, **fields: object) -> None:
-        request = target_pb2.GenerateRequest(**fields)  # type: ignore[arg-type]
+    def arrives(self, num_waiting_tokens: int = 1, num_running: int = 1, **fields: Any) -> None:
+        request = target_pb2.GenerateRequest(**fields)
         self.limits.started("a", request, num_waiting_tokens, num_running)
 
     def within(self, limit: str) -> tuple[int, float]:
